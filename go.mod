@@ -1,0 +1,3 @@
+module hermes-box-lite
+
+go 1.26.5
