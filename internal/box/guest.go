@@ -1,0 +1,316 @@
+package box
+
+import (
+	"bytes"
+	"context"
+	"crypto/x509"
+	"encoding/json"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"time"
+
+	"hermes-box-lite/internal/vm"
+	"hermes-box-lite/internal/wire"
+)
+
+// guest talks to hb in one machine. All it reads is bounded and escaped.
+type guest struct {
+	drv  vm.Driver
+	name string
+	log  io.Writer // the transcript; nil: none
+}
+
+// GuestError is hb's own word of what went wrong inside the box.
+type GuestError struct {
+	Text string // escaped
+	Fix  string // a command, escaped; may be ""
+}
+
+func (e *GuestError) Error() string { return e.Text }
+
+// Hint returns hb's hint.
+func (e *GuestError) Hint() string { return e.Fix }
+
+// bounded keeps the first bytes of a stream.
+type bounded struct {
+	buf  bytes.Buffer
+	over bool
+}
+
+func (b *bounded) Write(p []byte) (int, error) {
+	if room := wire.MaxDocument - b.buf.Len(); room < len(p) {
+		b.over = true
+		b.buf.Write(p[:room])
+	} else {
+		b.buf.Write(p)
+	}
+	return len(p), nil
+}
+
+// call runs `hb args...` and returns its exit code and output.
+func (g guest) call(ctx context.Context, stdin io.Reader, args ...string) (int, []byte, error) {
+	var out, errOut bounded
+	stderr := io.Writer(&errOut)
+	if g.log != nil {
+		stderr = io.MultiWriter(&errOut, g.log)
+	}
+	code, err := g.drv.Exec(ctx, g.name, vm.Command{
+		Argv: append([]string{wire.HBPath}, args...), Stdin: stdin, Stdout: &out, Stderr: stderr,
+	})
+	if err != nil {
+		return 0, nil, fmt.Errorf("hb %s: %w", args[0], err)
+	}
+	if out.over {
+		return 0, nil, fmt.Errorf("hb %s answered more than %d bytes", args[0], wire.MaxDocument)
+	}
+	if code != 0 {
+		return code, out.buf.Bytes(), &GuestError{Text: fmt.Sprintf("hb %s: %s", args[0], lastWords(errOut.buf.Bytes(), code))}
+	}
+	return 0, out.buf.Bytes(), nil
+}
+
+func lastWords(stderr []byte, code int) string {
+	lines := strings.Split(strings.TrimSpace(string(stderr)), "\n")
+	for i := len(lines) - 1; i >= 0; i-- {
+		line := strings.TrimSpace(lines[i])
+		if line != "" && !strings.HasPrefix(line, "hint:") {
+			return wire.Printable(strings.TrimPrefix(line, "hb: "))
+		}
+	}
+	return fmt.Sprintf("exit code %d", code)
+}
+
+// run is call for a verb without an answer.
+func (g guest) run(ctx context.Context, args ...string) error {
+	_, _, err := g.call(ctx, nil, args...)
+	return err
+}
+
+func (g guest) hello(ctx context.Context) (wire.Hello, error) {
+	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	defer cancel()
+	_, out, err := g.call(ctx, nil, "hello")
+	if err != nil {
+		return wire.Hello{}, err
+	}
+	var h wire.Hello
+	if err := wire.DecodeStrict(out, &h); err != nil {
+		return wire.Hello{}, fmt.Errorf("hb's handshake is not of this version (`box repair %s` replaces hb): %w", g.name, err)
+	}
+	if h.Protocol != wire.Protocol {
+		return h, fmt.Errorf("hb in the box speaks protocol %d, this box %d", h.Protocol, wire.Protocol)
+	}
+	return h, nil
+}
+
+// ready waits until Executor is healthy, or is not to run.
+func (g guest) ready(ctx context.Context) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, 10*time.Minute, errors.New("the box was not ready within 10 minutes"))
+	defer cancel()
+	return g.run(ctx, "ready")
+}
+
+var secretPattern = regexp.MustCompile(`^[0-9a-f]{64}$`)
+
+// secret fetches a token or ticket; the verb is "token" or "ticket".
+func (g guest) secret(ctx context.Context, args ...string) (string, error) {
+	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	defer cancel()
+	_, out, err := g.call(ctx, nil, args...)
+	if err != nil {
+		return "", err
+	}
+	s := strings.TrimSpace(string(out))
+	if !secretPattern.MatchString(s) {
+		return "", fmt.Errorf("hb %s did not answer 64 hexadecimal digits", args[0])
+	}
+	return s, nil
+}
+
+// installScript puts standard input at hb's place, whole or not at all. $1 is
+// its size in bytes. HB_ROOT is set by the fake driver only.
+const installScript = `set -e
+d="${HB_ROOT:-}/opt/hermes-box/bin"
+mkdir -p "$d"
+t="$d/.hb.$$"
+trap 'rm -f "$t"' EXIT
+cat >"$t"
+if [ "$(wc -c <"$t")" -ne "$1" ]; then echo "hb arrived incomplete" >&2; exit 1; fi
+chmod 755 "$t"
+mv -f "$t" "$d/hb"
+trap - EXIT`
+
+// installHB brings hb in the box to this version and waits for its supervisor.
+func (m *Manager) installHB(ctx context.Context, g guest) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, 10*time.Minute, errors.New("hb did not come up within 10 minutes"))
+	defer cancel()
+	if h, err := g.hello(ctx); err != nil || h.Version != m.opts.Version {
+		binary, err := m.opts.HB()
+		if err != nil {
+			return err
+		}
+		var errOut bounded
+		code, err := g.drv.Exec(ctx, g.name, vm.Command{
+			Argv:  []string{"/bin/sh", "-c", installScript, "sh", fmt.Sprint(len(binary))},
+			Stdin: bytes.NewReader(binary), Stderr: &errOut,
+		})
+		if err != nil {
+			return err
+		}
+		if code != 0 {
+			return errors.New(lastWords(errOut.buf.Bytes(), code))
+		}
+	}
+	return m.awaitSupervisor(ctx, g)
+}
+
+// awaitSupervisor returns when the supervisor of the machine answers.
+func (m *Manager) awaitSupervisor(ctx context.Context, g guest) error {
+	for {
+		h, err := g.hello(ctx)
+		if err == nil && h.Supervised {
+			return nil
+		}
+		if errors.Is(err, vm.ErrNotRunning) {
+			return fmt.Errorf("wait for the supervisor: %w", err)
+		}
+		select {
+		case <-ctx.Done():
+			return errors.Join(context.Cause(ctx), err)
+		case <-time.After(100 * time.Millisecond):
+		}
+	}
+}
+
+// provisionRequest translates the configuration.
+func (m *Manager) provisionRequest(rec Record, refresh bool) (wire.ProvisionRequest, error) {
+	c := m.config
+	bundle, err := extraCAs(c.ExtraCAFile)
+	if err != nil {
+		return wire.ProvisionRequest{}, err
+	}
+	return wire.ProvisionRequest{
+		Protocol: wire.Protocol, BoxName: rec.Name, HostPort: rec.HostPort, EnvFile: c.GuestFile(),
+		NodeMajor: c.NodeMajor, Hermes: c.InstallHermes, Executor: c.InstallExecutor, WireMCP: c.WireMCP, Refresh: refresh,
+		Versions: wire.Pins{Claude: c.ClaudeVersion, Codex: c.CodexVersion, Executor: c.ExecutorVersion, Hermes: c.HermesVersion},
+		CABundle: bundle, HTTPProxy: c.HTTPProxy, HTTPSProxy: c.HTTPSProxy, NoProxy: c.NoProxy,
+		Timezone: hostTimezone(), HermesInstaller: c.HermesInstaller,
+	}, nil
+}
+
+// provision streams hb's events into the mutation.
+func (g guest) provision(ctx context.Context, req wire.ProvisionRequest, mu *mutation) error {
+	body, err := json.Marshal(req)
+	if err != nil {
+		return err
+	}
+	pr, pw := io.Pipe()
+	type outcome struct {
+		event wire.Event
+		err   error
+	}
+	done := make(chan outcome, 1)
+	go func() {
+		ev, err := wire.ReadEvents(pr, func(ev wire.Event) { mu.event(ev) }, func(line string) { mu.log.line("%s", line) })
+		_ = pr.CloseWithError(err)
+		done <- outcome{ev, err}
+	}()
+	code, execErr := g.drv.Exec(ctx, g.name, vm.Command{
+		Argv: []string{wire.HBPath, "provision"}, Stdin: bytes.NewReader(body), Stdout: pw, Stderr: mu.log,
+	})
+	_ = pw.Close()
+	result := <-done
+	switch {
+	case execErr != nil:
+		return execErr
+	case result.err != nil:
+		return fmt.Errorf("hb provision ended with %d: %w", code, result.err)
+	case result.event.Error != "":
+		return &GuestError{Text: wire.Printable(result.event.Error), Fix: wire.Printable(result.event.Hint)}
+	case code != 0:
+		return fmt.Errorf("hb provision ended with %d after reporting success", code)
+	}
+	return nil
+}
+
+// event passes a guest's event on to the user.
+func (mu *mutation) event(ev wire.Event) {
+	switch ev.Type {
+	case wire.EventStep:
+		mu.step = "provision: " + wire.Printable(ev.Step)
+		mu.m.opts.Report.Step(mu.step)
+		mu.log.line("step %s", mu.step)
+	case wire.EventNote:
+		mu.note(wire.Printable(ev.Text))
+	case wire.EventWarning:
+		mu.warn(wire.Printable(ev.Text))
+	}
+}
+
+// maxCAs bounds a CA bundle, in bytes.
+const maxCAs = 512 << 10
+
+// extraCAs returns the certificates to trust inside: those of file, else the
+// ones that the host's administrator added to its system (Debian's and Red
+// Hat's places; elsewhere EXTRA_CA_FILE is the way).
+func extraCAs(file string) (string, error) {
+	files := []string{file}
+	if file == "" {
+		files = nil
+		for _, pattern := range []string{"/usr/local/share/ca-certificates/*.crt", "/etc/pki/ca-trust/source/anchors/*"} {
+			found, err := filepath.Glob(pattern)
+			if err != nil {
+				return "", err
+			}
+			files = append(files, found...)
+		}
+	}
+	var bundle bytes.Buffer
+	for _, f := range files {
+		data, err := os.ReadFile(f)
+		if err != nil {
+			return "", fmt.Errorf("additional CAs: %w", err)
+		}
+		found := false
+		for block, rest := pem.Decode(data); block != nil; block, rest = pem.Decode(rest) {
+			if block.Type != "CERTIFICATE" {
+				continue
+			}
+			if _, err := x509.ParseCertificate(block.Bytes); err != nil {
+				return "", fmt.Errorf("additional CAs: %s: %w", f, err)
+			}
+			found = true
+			if err := pem.Encode(&bundle, &pem.Block{Type: "CERTIFICATE", Bytes: block.Bytes}); err != nil {
+				return "", err
+			}
+		}
+		if !found && file != "" {
+			return "", fmt.Errorf("EXTRA_CA_FILE %s holds no PEM certificate", f)
+		}
+		if bundle.Len() > maxCAs {
+			return "", fmt.Errorf("additional CAs: more than %d bytes", maxCAs)
+		}
+	}
+	return bundle.String(), nil
+}
+
+// hostTimezone is the host's IANA time zone, or "" where it has none to tell.
+func hostTimezone() string {
+	if tz := strings.TrimPrefix(os.Getenv("TZ"), ":"); tz != "" && !strings.HasPrefix(tz, "/") {
+		return tz
+	}
+	target, err := filepath.EvalSymlinks("/etc/localtime")
+	if err != nil {
+		return ""
+	}
+	if _, zone, ok := strings.Cut(target, "/zoneinfo/"); ok {
+		return zone
+	}
+	return ""
+}

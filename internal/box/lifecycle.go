@@ -1,0 +1,329 @@
+package box
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"hermes-box-lite/internal/vm"
+	"hermes-box-lite/internal/wire"
+)
+
+// Start starts a stopped box and returns when its supervisor answers.
+func (m *Manager) Start(ctx context.Context, name string) (err error) {
+	mu, err := m.beginExisting(name, "start")
+	if err != nil {
+		return err
+	}
+	defer func() { err = mu.end(err) }()
+	drv, err := m.usable(ctx, mu.rec)
+	if err != nil {
+		return err
+	}
+	if err := mu.enter("start"); err != nil {
+		return err
+	}
+	if err := m.startMachine(ctx, drv, mu.rec, mu.log); err != nil {
+		return err
+	}
+	return mu.complete()
+}
+
+// startMachine is idempotent.
+func (m *Manager) startMachine(ctx context.Context, drv vm.Driver, rec Record, log io.Writer) error {
+	if err := drv.Start(ctx, rec.Name); err != nil {
+		if errors.Is(err, vm.ErrPortTaken) {
+			return fmt.Errorf("port %d of the box is used by another program on this host: %w", rec.HostPort, err)
+		}
+		return err
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, 5*time.Minute, errors.New("the supervisor did not answer within 5 minutes"))
+	defer cancel()
+	return m.awaitSupervisor(ctx, guest{drv: drv, name: rec.Name, log: log})
+}
+
+// usable returns the driver of a box whose machine is there and ours.
+func (m *Manager) usable(ctx context.Context, rec Record) (vm.Driver, error) {
+	drv, machine, err := m.inspect(ctx, rec)
+	if err != nil {
+		return nil, err
+	}
+	if machine.OwnerID != rec.OwnerID {
+		return nil, fmt.Errorf("the machine named %s: %w (its owner id is not the one that this host recorded); it was left alone", rec.Name, vm.ErrNotOwner)
+	}
+	return drv, nil
+}
+
+func (m *Manager) inspect(ctx context.Context, rec Record) (vm.Driver, vm.Machine, error) {
+	drv, err := m.driver(ctx, rec)
+	if err != nil {
+		return nil, vm.Machine{}, err
+	}
+	machine, err := drv.Inspect(ctx, rec.Name)
+	if err != nil {
+		return nil, vm.Machine{}, fmt.Errorf("ask the %s driver for %s: %w", rec.Driver, rec.Name, err)
+	}
+	return drv, machine, nil
+}
+
+// Stop stops a running box, its services first.
+func (m *Manager) Stop(ctx context.Context, name string) (err error) {
+	mu, err := m.beginExisting(name, "stop")
+	if err != nil {
+		return err
+	}
+	defer func() { err = mu.end(err) }()
+	drv, err := m.usable(ctx, mu.rec)
+	if err != nil {
+		return err
+	}
+	machine, err := drv.Inspect(ctx, name)
+	if err != nil {
+		return err
+	}
+	if machine.State == vm.Stopped {
+		return nil
+	}
+	if err := mu.enter("stop"); err != nil {
+		return err
+	}
+	if machine.State == vm.Running {
+		shutdown, cancel := context.WithTimeout(ctx, time.Minute)
+		if err := (guest{drv: drv, name: name, log: mu.log}).run(shutdown, "shutdown"); err != nil {
+			mu.log.line("hb shutdown: %v", err) // the engine stops the machine all the same
+		}
+		cancel()
+	}
+	if err := drv.Stop(ctx, name); err != nil {
+		return err
+	}
+	return mu.complete()
+}
+
+// Repair refreshes tools and assets of a box, rewires it and examines it. A
+// deliberate pause of Executor stays.
+func (m *Manager) Repair(ctx context.Context, name string) (report wire.Report, err error) {
+	mu, err := m.beginExisting(name, "repair")
+	if err != nil {
+		return wire.Report{}, err
+	}
+	defer func() { err = mu.end(err) }()
+	if mu.rec.Phase == Creating && mu.rec.Operation != nil && mu.rec.Operation.Verb == "new" {
+		mu.note("`box new` was interrupted; finishing it")
+	}
+	drv, err := m.usable(ctx, mu.rec)
+	if err != nil {
+		return wire.Report{}, err
+	}
+	if err := mu.enter("start"); err != nil {
+		return wire.Report{}, err
+	}
+	if err := drv.Start(ctx, name); err != nil {
+		return wire.Report{}, err
+	}
+	g := guest{drv: drv, name: name, log: mu.log}
+	if err := mu.enter("install hb"); err != nil {
+		return wire.Report{}, err
+	}
+	if err := m.installHB(ctx, g); err != nil {
+		return wire.Report{}, err
+	}
+	if err := m.provision(ctx, mu, g, true); err != nil {
+		return wire.Report{}, err
+	}
+	if err := mu.enter("start Executor"); err != nil {
+		return wire.Report{}, err
+	}
+	if err := g.ready(ctx); err != nil {
+		return wire.Report{}, err
+	}
+	if err := m.wireMCP(ctx, mu, g); err != nil {
+		return wire.Report{}, err
+	}
+	for _, text := range m.notApplied(mu.rec) {
+		mu.warn(text)
+	}
+	if err := mu.enter("doctor"); err != nil {
+		return wire.Report{}, err
+	}
+	report, err = m.mustBeHealthy(ctx, mu, drv)
+	if err != nil {
+		return report, err
+	}
+	mu.rec.Phase = Ready
+	return report, mu.complete()
+}
+
+// notApplied names the settings that only new and load apply.
+func (m *Manager) notApplied(rec Record) []string {
+	var out []string
+	if m.config.BaseImage != rec.BaseImage {
+		out = append(out, fmt.Sprintf("BASE_IMAGE is %s now, this box was made from %s and keeps it", m.config.BaseImage, rec.BaseImage))
+	}
+	if m.config.Driver != rec.Driver && m.config.Driver != "auto" {
+		out = append(out, fmt.Sprintf("BOX_DRIVER is %s now, this box runs on %s and stays there", m.config.Driver, rec.Driver))
+	}
+	if exposed := rec.HostPort != 0; exposed != (m.config.ExposeExecutor && m.config.InstallExecutor) {
+		out = append(out, "EXPOSE_EXECUTOR_WEB applies to new boxes; the port of this one stays as it is")
+	}
+	return out
+}
+
+// Remove deletes a box. The caller has asked for confirmation.
+func (m *Manager) Remove(ctx context.Context, name string) (err error) {
+	mu, err := m.beginExisting(name, "rm")
+	if err != nil {
+		return err
+	}
+	defer func() { err = mu.end(err) }()
+	drv, err := m.driver(ctx, mu.rec)
+	if err != nil {
+		return &CleanupError{Name: name, Driver: mu.rec.Driver, Err: err}
+	}
+	if err := mu.enter("remove"); err != nil {
+		return err
+	}
+	return m.dispose(ctx, drv, mu.rec)
+}
+
+// Lookup returns the record of a box.
+func (m *Manager) Lookup(name string) (Record, error) {
+	if err := CheckName(name); err != nil {
+		return Record{}, err
+	}
+	return m.registry.get(name)
+}
+
+// Names returns the names of all boxes of this host.
+func (m *Manager) Names() ([]string, error) { return m.registry.names() }
+
+// Status is one line of `box ls`.
+type Status struct {
+	Name        string
+	State       string // creating, running, stopped, interrupted, unknown; foreign for machines that are not ours
+	Driver      string
+	Isolation   string
+	ExecutorURL string // without a token; "" when not exposed
+	Note        string
+}
+
+// asked bounds what ls waits for an engine, which may hang.
+const asked = 15 * time.Second
+
+// List describes all boxes, and with all also the engines' other machines.
+// It never locks and never starts anything; an engine that does not answer
+// makes its boxes unknown.
+func (m *Manager) List(ctx context.Context, all bool, engines []string) ([]Status, error) {
+	names, err := m.registry.names()
+	if err != nil {
+		return nil, err
+	}
+	var list []Status
+	records := map[string][]Record{} // by driver
+	for _, name := range names {
+		rec, err := m.registry.get(name)
+		if errors.Is(err, ErrNotFound) {
+			continue // removed meanwhile
+		}
+		if err != nil {
+			list = append(list, Status{Name: name, State: "unknown", Note: err.Error()})
+			continue
+		}
+		records[rec.Driver] = append(records[rec.Driver], rec)
+	}
+	if all {
+		for _, engine := range engines {
+			records[engine] = append(records[engine], []Record{}...)
+		}
+	}
+	var mu sync.Mutex
+	var wg sync.WaitGroup
+	for engine, recs := range records {
+		wg.Go(func() {
+			found := m.listEngine(ctx, engine, recs, all)
+			mu.Lock()
+			defer mu.Unlock()
+			list = append(list, found...)
+		})
+	}
+	wg.Wait()
+	slices.SortFunc(list, func(a, b Status) int { return strings.Compare(a.Name+"\x00"+a.Driver, b.Name+"\x00"+b.Driver) })
+	return list, nil
+}
+
+func (m *Manager) listEngine(ctx context.Context, engine string, recs []Record, all bool) []Status {
+	ctx, cancel := context.WithTimeout(ctx, asked)
+	defer cancel()
+	machines := map[string]vm.Machine{}
+	drv, err := m.opts.Driver(ctx, engine)
+	if err == nil {
+		var found []vm.Machine
+		found, err = drv.List(ctx)
+		for _, machine := range found {
+			machines[machine.Name] = machine
+		}
+	}
+	var list []Status
+	for _, rec := range recs {
+		machine, known := machines[rec.Name]
+		list = append(list, m.statusOf(rec, machine, known, err))
+		if machine.OwnerID == rec.OwnerID {
+			delete(machines, rec.Name)
+		}
+	}
+	if all && err == nil {
+		for _, machine := range machines {
+			list = append(list, Status{
+				Name: machine.Name, State: "foreign", Driver: engine, Isolation: string(machine.Isolation),
+				Note: "not a box of this host; " + string(machine.State),
+			})
+		}
+	}
+	return list
+}
+
+func (m *Manager) statusOf(rec Record, machine vm.Machine, known bool, listErr error) Status {
+	s := Status{Name: rec.Name, Driver: rec.Driver, Isolation: rec.Isolation, State: "unknown", ExecutorURL: executorURL(rec)}
+	held, lockErr := m.home.locked(rec.Name)
+	switch {
+	case listErr != nil:
+		s.Note = listErr.Error()
+	case !known:
+		s.Note = "its machine is gone; `box rm " + rec.Name + "` forgets it"
+	case machine.OwnerID != rec.OwnerID:
+		s.Note = "a machine of this name is not ours and was left alone"
+	case machine.State == vm.Running || machine.State == vm.Stopped:
+		s.State = string(machine.State)
+		s.Isolation = string(machine.Isolation)
+	default:
+		s.Note = "the engine does not say whether it runs; `box start " + rec.Name + "` tries"
+	}
+	switch op := rec.Operation; {
+	case lockErr != nil || held && op == nil:
+	case held && rec.Phase == Creating:
+		s.State, s.Note = "creating", op.Verb+": "+op.Step
+	case held:
+		s.Note = "busy: box " + op.Verb + ": " + op.Step
+	case rec.Phase == Creating:
+		s.State = "interrupted"
+		s.Note = fmt.Sprintf("interrupted while `box %s`: `box repair %s` finishes it, `box rm %s` removes it", verbOf(rec), rec.Name, rec.Name)
+	case op != nil && s.Note == "":
+		s.Note = fmt.Sprintf("interrupted while `box %s` (%s): run `box %s %s` again", op.Verb, op.Step, op.Verb, rec.Name)
+	}
+	return s
+}
+
+// executorURL is the address of the box's UI. The host name, and not the
+// port, keeps the cookies of two boxes apart in a browser.
+func executorURL(rec Record) string {
+	if rec.HostPort == 0 {
+		return ""
+	}
+	return "http://" + rec.Name + ".localhost:" + strconv.Itoa(rec.HostPort) + "/"
+}

@@ -1,0 +1,202 @@
+package box
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"time"
+
+	"hermes-box-lite/internal/config"
+	"hermes-box-lite/internal/vm"
+)
+
+// Reporter is told what a long command does. Texts may come from a guest and
+// are already escaped.
+type Reporter interface {
+	Step(name string) // a step of the command began
+	Note(text string) // what the step did or found
+	Warn(text string) // worth the user's attention
+}
+
+// Options is what a Manager is made of.
+type Options struct {
+	Home    Home
+	Config  config.Config
+	Version string // of this program; hb inside a box is brought to the same
+	// Driver returns a driver by its name in the registry; "auto" picks one.
+	Driver func(ctx context.Context, name string) (vm.Driver, error)
+	// HB returns the hb binary for this host's architecture.
+	HB func() ([]byte, error)
+	// Base prepares BASE_IMAGE.
+	Base   func(ctx context.Context, image string, note func(string)) (vm.Base, error)
+	Report Reporter
+	Now    func() time.Time
+}
+
+// Manager runs the life of boxes.
+type Manager struct {
+	home     Home
+	registry registry
+	config   config.Config
+	opts     Options
+}
+
+// NewManager returns a Manager; it touches nothing yet.
+func NewManager(o Options) *Manager {
+	return &Manager{home: o.Home, registry: registry{o.Home}, config: o.Config, opts: o}
+}
+
+// cleanupTime bounds what is done after the user has given up waiting.
+const cleanupTime = 2 * time.Minute
+
+// StepError says at which step a command failed and where its evidence is.
+type StepError struct {
+	Verb, Name, Step string
+	Transcript       string // path, or ""
+	Err              error
+}
+
+func (e *StepError) Error() string {
+	return fmt.Sprintf("%s %s: %s: %v", e.Verb, e.Name, e.Step, e.Err)
+}
+
+func (e *StepError) Unwrap() error { return e.Err }
+
+// CleanupError says that something of ours is, or may be, still there, and
+// that its record was kept. A person must act.
+type CleanupError struct {
+	Name, Driver string
+	Err          error
+}
+
+func (e *CleanupError) Error() string {
+	return fmt.Sprintf("the machine of %s could not be removed and verified absent; its record was kept: %v", e.Name, e.Err)
+}
+
+func (e *CleanupError) Unwrap() error { return e.Err }
+
+// mutation is one running command that changes a box: its lock, its line in
+// the journal and its transcript.
+type mutation struct {
+	m    *Manager
+	verb string
+	rec  Record
+	lock *lock
+	log  *transcript
+	step string
+}
+
+// begin locks the box and opens the transcript.
+func (m *Manager) begin(name, verb string) (*mutation, error) {
+	if err := CheckName(name); err != nil {
+		return nil, err
+	}
+	if err := m.home.ensure(); err != nil {
+		return nil, err
+	}
+	l, err := m.home.acquire(name, verb)
+	if err != nil {
+		return nil, err
+	}
+	log, err := m.home.newTranscript(name, verb, m.opts.Now())
+	if err != nil {
+		l.release()
+		return nil, err
+	}
+	return &mutation{m: m, verb: verb, lock: l, log: log}, nil
+}
+
+// beginExisting is begin for a box that must have a record.
+func (m *Manager) beginExisting(name, verb string) (*mutation, error) {
+	if err := CheckName(name); err != nil {
+		return nil, err
+	}
+	if _, err := m.registry.get(name); err != nil {
+		return nil, err // no lock file for a name that does not exist
+	}
+	mu, err := m.begin(name, verb)
+	if err != nil {
+		return nil, err
+	}
+	if mu.rec, err = m.registry.get(name); err != nil {
+		mu.end(nil)
+		return nil, err
+	}
+	return mu, nil
+}
+
+// enter records the next step, durably, before it is taken.
+func (mu *mutation) enter(step string) error {
+	mu.step = step
+	mu.m.opts.Report.Step(step)
+	mu.log.line("step %s", step)
+	if mu.rec.OwnerID == "" {
+		return nil // nothing to attribute yet
+	}
+	started := mu.m.opts.Now().UTC()
+	if mu.rec.Operation != nil {
+		started = mu.rec.Operation.Started
+	}
+	mu.rec.Operation = &Operation{Verb: mu.verb, Step: step, Started: started}
+	return mu.m.registry.put(mu.rec)
+}
+
+func (mu *mutation) note(text string) {
+	mu.m.opts.Report.Note(text)
+	mu.log.line("note %s", text)
+}
+
+func (mu *mutation) warn(text string) {
+	mu.m.opts.Report.Warn(text)
+	mu.log.line("warning %s", text)
+}
+
+// complete clears the journal: the mutation reached its end.
+func (mu *mutation) complete() error {
+	mu.rec.Operation = nil
+	return mu.m.registry.put(mu.rec)
+}
+
+// end releases the lock. A failure keeps the transcript and names the step.
+func (mu *mutation) end(err error) error {
+	if err != nil {
+		mu.log.line("error %v", err)
+	}
+	path := mu.log.close(err != nil)
+	if _, getErr := mu.m.registry.get(mu.name()); errors.Is(getErr, ErrNotFound) {
+		mu.lock.discard()
+	} else {
+		mu.lock.release()
+	}
+	if err == nil || mu.step == "" {
+		return err
+	}
+	return &StepError{Verb: mu.verb, Name: mu.name(), Step: mu.step, Transcript: path, Err: err}
+}
+
+func (mu *mutation) name() string { return mu.rec.Name }
+
+// driver returns the record's driver.
+func (m *Manager) driver(ctx context.Context, rec Record) (vm.Driver, error) {
+	return m.opts.Driver(ctx, rec.Driver)
+}
+
+// dispose removes the machine of a record and then the record, in this order
+// and only when absence is certain. It does not stop when ctx ends.
+func (m *Manager) dispose(ctx context.Context, drv vm.Driver, rec Record) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanupTime)
+	defer cancel()
+	err := drv.Delete(ctx, rec.Name, rec.OwnerID)
+	if err != nil && !errors.Is(err, vm.ErrNotFound) {
+		return &CleanupError{Name: rec.Name, Driver: rec.Driver, Err: err}
+	}
+	return m.registry.remove(rec.Name)
+}
+
+func newOwnerID() string {
+	id := make([]byte, 16)
+	_, _ = rand.Read(id) // never fails
+	return hex.EncodeToString(id)
+}

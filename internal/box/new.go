@@ -1,0 +1,254 @@
+package box
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"hermes-box-lite/internal/vm"
+	"hermes-box-lite/internal/wire"
+)
+
+// workload is a machine's main command: it waits for hb to arrive and becomes
+// its supervisor.
+var workload = []string{"/bin/sh", "-c",
+	"trap 'exit 0' TERM INT; until [ -x " + wire.HBPath + " ]; do sleep 0.1; done; exec " + wire.HBPath + " supervise"}
+
+// NewOptions are the choices of one `new`.
+type NewOptions struct {
+	KeepOnFailure bool
+}
+
+// New makes a box and brings it to health. When it fails, the machine that
+// this very call made is removed, and nothing else is.
+func (m *Manager) New(ctx context.Context, name string, o NewOptions) (report wire.Report, err error) {
+	mu, err := m.begin(name, "new")
+	if err != nil {
+		return wire.Report{}, err
+	}
+	mu.rec.Name = name
+	defer func() { err = mu.end(err) }()
+
+	if err := mu.enter("check"); err != nil {
+		return wire.Report{}, err
+	}
+	if err := m.clearTheWay(ctx, mu); err != nil {
+		return wire.Report{}, err
+	}
+	drv, err := m.opts.Driver(ctx, m.config.Driver)
+	if err != nil {
+		return wire.Report{}, err
+	}
+	if err := absent(ctx, drv, name); err != nil {
+		return wire.Report{}, err
+	}
+	if err := mu.enter("base"); err != nil {
+		return wire.Report{}, err
+	}
+	base, err := m.opts.Base(ctx, m.config.BaseImage, mu.note)
+	if err != nil {
+		return wire.Report{}, err
+	}
+
+	mu.rec = Record{
+		Name: name, OwnerID: newOwnerID(), Driver: drv.Name(), Phase: Creating, Created: m.opts.Now().UTC(),
+		BaseImage: m.config.BaseImage, BaseDigest: base.Digest,
+	}
+	if err := m.create(ctx, mu, drv, base); err != nil {
+		return wire.Report{}, m.rollback(ctx, mu, drv, o, err)
+	}
+	report, err = m.bringUp(ctx, mu, drv)
+	if err != nil {
+		return report, m.rollback(ctx, mu, drv, o, err)
+	}
+	mu.rec.Phase = Ready
+	return report, mu.complete()
+}
+
+// clearTheWay removes what an interrupted `new` of the same name left behind:
+// its record is still creating although nobody holds the box's lock.
+func (m *Manager) clearTheWay(ctx context.Context, mu *mutation) error {
+	old, err := m.registry.get(mu.rec.Name)
+	switch {
+	case errors.Is(err, ErrNotFound):
+		return nil
+	case err != nil:
+		return err
+	case old.Phase != Creating:
+		return fmt.Errorf("box %s %w", old.Name, ErrExists)
+	}
+	mu.note("removing what an interrupted `box " + verbOf(old) + "` left")
+	drv, err := m.driver(ctx, old)
+	if err != nil {
+		return &CleanupError{Name: old.Name, Driver: old.Driver, Err: err}
+	}
+	return m.dispose(ctx, drv, old)
+}
+
+func verbOf(rec Record) string {
+	if rec.Operation != nil {
+		return rec.Operation.Verb
+	}
+	return "new"
+}
+
+// absent is certain that the engine has no machine of the name.
+func absent(ctx context.Context, drv vm.Driver, name string) error {
+	_, err := drv.Inspect(ctx, name)
+	switch {
+	case errors.Is(err, vm.ErrNotFound):
+		return nil
+	case err != nil:
+		return fmt.Errorf("ask the %s driver for %s: %w", drv.Name(), name, err)
+	}
+	return fmt.Errorf("a machine, disk or volume of the %s driver that is not a box of this host has the name %s; it was left alone: %w",
+		drv.Name(), name, ErrExists)
+}
+
+// portAttempts bounds how often a port may be lost between its reservation
+// and its use.
+const portAttempts = 8
+
+// create makes and starts the machine. The record is on disk before the
+// machine exists.
+func (m *Manager) create(ctx context.Context, mu *mutation, drv vm.Driver, base vm.Base) error {
+	taken := map[int]bool{}
+	for range portAttempts {
+		if err := m.record(ctx, mu, taken); err != nil {
+			return err
+		}
+		if err := mu.enter("create"); err != nil {
+			return err
+		}
+		machine, err := drv.Create(ctx, vm.Spec{
+			Name: mu.rec.Name, OwnerID: mu.rec.OwnerID, Base: base, Workload: workload,
+			CPUs: m.config.CPUs, MemoryMiB: m.config.MemoryMiB,
+			SystemGiB: m.config.OverlayGiB, StorageGiB: m.config.StorageGiB,
+			HostPort: mu.rec.HostPort, GuestPort: wire.DoorPort,
+		})
+		if err == nil {
+			mu.rec.Isolation = string(machine.Isolation)
+			if err := mu.enter("start"); err != nil {
+				return err
+			}
+			err = drv.Start(ctx, mu.rec.Name)
+		}
+		if !errors.Is(err, vm.ErrPortTaken) {
+			return err
+		}
+		// Somebody bound the port between our check and the engine's use.
+		mu.note(fmt.Sprintf("port %d was taken meanwhile, trying another", mu.rec.HostPort))
+		taken[mu.rec.HostPort] = true
+		if err := drv.Delete(ctx, mu.rec.Name, mu.rec.OwnerID); err != nil && !errors.Is(err, vm.ErrNotFound) {
+			return err
+		}
+	}
+	return fmt.Errorf("%d ports were taken one after the other: %w", portAttempts, vm.ErrPortTaken)
+}
+
+// record writes the owner id, with a port if the box is to be exposed.
+func (m *Manager) record(ctx context.Context, mu *mutation, taken map[int]bool) error {
+	if err := mu.enter("record"); err != nil {
+		return err
+	}
+	if !m.config.ExposeExecutor || !m.config.InstallExecutor {
+		return nil
+	}
+	return m.reservePort(ctx, &mu.rec, taken)
+}
+
+// rollback removes the machine that this call made, unless it is to be kept.
+func (m *Manager) rollback(ctx context.Context, mu *mutation, drv vm.Driver, o NewOptions, cause error) error {
+	mu.log.line("error %v", cause)
+	if o.KeepOnFailure {
+		mu.warn("the machine was kept: `box enter " + mu.rec.Name + "` looks at it, `box rm " + mu.rec.Name + "` removes it")
+		return cause
+	}
+	failed := mu.step
+	mu.m.opts.Report.Step("clean up")
+	err := m.dispose(ctx, drv, mu.rec)
+	if errors.Is(err, vm.ErrNotOwner) && errors.Is(cause, vm.ErrExists) {
+		// The name was lost to a foreign machine before anything of ours was
+		// made, and that machine is not ours to touch.
+		err = m.registry.remove(mu.rec.Name)
+	}
+	mu.step = failed
+	return errors.Join(cause, err)
+}
+
+// bringUp takes a started machine to a healthy box.
+func (m *Manager) bringUp(ctx context.Context, mu *mutation, drv vm.Driver) (wire.Report, error) {
+	g := guest{drv: drv, name: mu.rec.Name, log: mu.log}
+	if err := mu.enter("install hb"); err != nil {
+		return wire.Report{}, err
+	}
+	if err := m.installHB(ctx, g); err != nil {
+		return wire.Report{}, err
+	}
+	if err := m.provision(ctx, mu, g, false); err != nil {
+		return wire.Report{}, err
+	}
+	if err := mu.enter("start Executor"); err != nil {
+		return wire.Report{}, err
+	}
+	if err := g.ready(ctx); err != nil {
+		return wire.Report{}, err
+	}
+	if err := m.wireMCP(ctx, mu, g); err != nil {
+		return wire.Report{}, err
+	}
+	if err := mu.enter("doctor"); err != nil {
+		return wire.Report{}, err
+	}
+	return m.mustBeHealthy(ctx, mu, drv)
+}
+
+// mustBeHealthy runs the doctor and turns a fault into ErrUnhealthy.
+func (m *Manager) mustBeHealthy(ctx context.Context, mu *mutation, drv vm.Driver) (wire.Report, error) {
+	report, err := m.examine(ctx, drv, mu.rec)
+	if err != nil {
+		return report, err
+	}
+	for _, c := range report.Checks {
+		mu.log.line("doctor %-5s %s: %s (%s)", c.Status, c.ID, c.Summary, c.Evidence)
+	}
+	if !report.Healthy {
+		return report, ErrUnhealthy
+	}
+	return report, nil
+}
+
+// provision has hb install or refresh the tools.
+func (m *Manager) provision(ctx context.Context, mu *mutation, g guest, refresh bool) error {
+	if err := mu.enter("provision"); err != nil {
+		return err
+	}
+	req, err := m.provisionRequest(mu.rec, refresh)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, 60*time.Minute, errors.New("provisioning took more than an hour"))
+	defer cancel()
+	return g.provision(ctx, req, mu)
+}
+
+// wireMCP registers the endpoint with the tools, when the configuration asks
+// for it and Executor is not deliberately down.
+func (m *Manager) wireMCP(ctx context.Context, mu *mutation, g guest) error {
+	if !m.config.WireMCP || !m.config.InstallExecutor {
+		return nil
+	}
+	hello, err := g.hello(ctx)
+	if err != nil {
+		return err
+	}
+	if hello.Paused {
+		mu.note("Executor is deliberately down; `hb up` in the box wires it")
+		return nil
+	}
+	if err := mu.enter("wire MCP"); err != nil {
+		return err
+	}
+	return g.run(ctx, "wire-mcp")
+}
