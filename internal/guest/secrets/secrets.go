@@ -1,0 +1,194 @@
+// Package secrets keeps what is the box's own and never travels in an
+// archive: the two tokens of the door and the marker of a deliberate pause.
+//
+// Everything lies in layout.Secrets(), a directory of root's alone. Tokens are
+// made once and stay the same across restarts, because the configuration of
+// Claude Code, Codex and Hermes holds one of them; a file that does not match
+// the grammar is replaced. The supervisor and the plumbing verbs call it.
+package secrets
+
+import (
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"syscall"
+
+	"hermes-box-lite/internal/atomicfile"
+	"hermes-box-lite/internal/guest/layout"
+)
+
+// Tokens are what the door accepts, 64 lower hex digits each.
+type Tokens struct {
+	Agent    string // opens /mcp and below
+	Operator string // opens everything
+}
+
+const (
+	agentFile    = "agent-token"
+	operatorFile = "operator-token"
+	pauseFile    = "paused"
+	tokenLength  = 64
+)
+
+// ValidToken reports whether s is 64 lower hex digits.
+func ValidToken(s string) bool {
+	if len(s) != tokenLength {
+		return false
+	}
+	for i := range len(s) {
+		if c := s[i]; (c < '0' || c > '9') && (c < 'a' || c > 'f') {
+			return false
+		}
+	}
+	return true
+}
+
+// NewToken makes a random token.
+func NewToken() string {
+	var b [tokenLength / 2]byte
+	_, _ = rand.Read(b[:]) // never fails since Go 1.24: it ends the program instead
+	return hex.EncodeToString(b[:])
+}
+
+// Ensure returns the tokens and makes those that are missing or damaged.
+func Ensure(l layout.Layout) (Tokens, error) {
+	dir := l.Secrets()
+	if err := ensureDir(dir); err != nil {
+		return Tokens{}, fmt.Errorf("secrets: %w", err)
+	}
+	unlock, err := lockDir(dir)
+	if err != nil {
+		return Tokens{}, fmt.Errorf("secrets: %w", err)
+	}
+	defer unlock()
+	var t Tokens
+	for name, token := range map[string]*string{agentFile: &t.Agent, operatorFile: &t.Operator} {
+		if *token, err = ensureToken(filepath.Join(dir, name)); err != nil {
+			return Tokens{}, fmt.Errorf("secrets: %s: %w", name, err)
+		}
+	}
+	return t, nil
+}
+
+func ensureDir(dir string) error {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return err
+	}
+	// A restored or hand-made directory may be more open.
+	info, err := os.Lstat(dir)
+	if err != nil {
+		return err
+	}
+	if !info.IsDir() {
+		return fmt.Errorf("%s is not a directory", dir)
+	}
+	if info.Mode().Perm() != 0o700 {
+		return os.Chmod(dir, 0o700)
+	}
+	return nil
+}
+
+// lockDir keeps two programs from making different tokens at once.
+func lockDir(dir string) (unlock func(), err error) {
+	d, err := os.Open(dir)
+	if err != nil {
+		return nil, err
+	}
+	if err := syscall.Flock(int(d.Fd()), syscall.LOCK_EX); err != nil {
+		return nil, errors.Join(fmt.Errorf("lock %s: %w", dir, err), d.Close())
+	}
+	return func() { _ = d.Close() }, nil // closing releases the lock
+}
+
+func ensureToken(path string) (string, error) {
+	token, err := readToken(path)
+	if err == nil {
+		return token, nil
+	}
+	if !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, errDamaged) {
+		return "", err
+	}
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return "", err
+	}
+	token = NewToken()
+	return token, atomicfile.Write(path, []byte(token+"\n"), 0o600)
+}
+
+var errDamaged = errors.New("not a token")
+
+func readToken(path string) (string, error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
+	if errors.Is(err, syscall.ELOOP) {
+		return "", errDamaged
+	}
+	if err != nil {
+		return "", err
+	}
+	defer func() { _ = f.Close() }()
+	info, err := f.Stat()
+	if err != nil {
+		return "", err
+	}
+	if !info.Mode().IsRegular() {
+		return "", errDamaged
+	}
+	data, err := io.ReadAll(io.LimitReader(f, tokenLength+2))
+	if err != nil {
+		return "", err
+	}
+	if n := len(data); n > 0 && data[n-1] == '\n' {
+		data = data[:n-1]
+	}
+	if !ValidToken(string(data)) {
+		return "", errDamaged
+	}
+	if info.Mode().Perm() != 0o600 {
+		return string(data), f.Chmod(0o600)
+	}
+	return string(data), nil
+}
+
+// Paused reports whether Executor is deliberately down. Only a marker that is
+// certainly absent means no.
+func Paused(l layout.Layout) (bool, error) {
+	_, err := os.Lstat(filepath.Join(l.Secrets(), pauseFile))
+	if errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("read the pause marker: %w", err)
+	}
+	return true, nil
+}
+
+// SetPaused writes or removes the marker, durably.
+func SetPaused(l layout.Layout, paused bool) error {
+	dir := l.Secrets()
+	path := filepath.Join(dir, pauseFile)
+	if paused {
+		if err := ensureDir(dir); err != nil {
+			return fmt.Errorf("write the pause marker: %w", err)
+		}
+		if err := atomicfile.Write(path, []byte("Executor is deliberately down; `hb up` resumes it.\n"), 0o600); err != nil {
+			return fmt.Errorf("write the pause marker: %w", err)
+		}
+		return nil
+	}
+	err := os.Remove(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err == nil {
+		err = atomicfile.SyncDir(dir)
+	}
+	if err != nil {
+		return fmt.Errorf("remove the pause marker: %w", err)
+	}
+	return nil
+}

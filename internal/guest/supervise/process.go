@@ -1,0 +1,163 @@
+package supervise
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"hermes-box-lite/internal/atomicfile"
+	"hermes-box-lite/internal/guest/layout"
+)
+
+// runVar marks the environment of one run of Executor, so that its processes
+// are recognised without trusting a name or a number that may be reused.
+const runVar = "HERMES_BOX_RUN"
+
+// record says which run of Executor the worker started. It is written before
+// the spawn (without pid) and again after it, so that a worker killed in
+// between leaves no unknown process.
+type record struct {
+	Run   string `json:"run"`
+	PID   int    `json:"pid"`   // also the process group
+	Start uint64 `json:"start"` // of pid, in clock ticks since boot
+}
+
+func recordPath(l layout.Layout) string { return filepath.Join(l.Run(), "executor.json") }
+
+func (r record) write(l layout.Layout) error {
+	data, err := json.Marshal(r)
+	if err != nil {
+		return err
+	}
+	return atomicfile.Write(recordPath(l), data, 0o600)
+}
+
+func readRecord(l layout.Layout) (record, error) {
+	data, err := os.ReadFile(recordPath(l))
+	if err != nil {
+		return record{}, err
+	}
+	var r record
+	if err := json.Unmarshal(data, &r); err != nil {
+		return record{}, fmt.Errorf("%s: %w", recordPath(l), err)
+	}
+	return r, nil
+}
+
+// procStat is what proc_pid_stat(5) tells about a process.
+type procStat struct {
+	state byte
+	group int
+	start uint64
+}
+
+func readStat(pid int) (procStat, error) {
+	data, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
+	if err != nil {
+		return procStat{}, err
+	}
+	return parseStat(string(data))
+}
+
+// parseStat reads fields 3, 5 and 22. The name in field 2 may hold anything,
+// also parentheses and spaces, hence the last parenthesis.
+func parseStat(s string) (procStat, error) {
+	_, rest, ok := cutLast(s, ")")
+	f := strings.Fields(rest)
+	if !ok || len(f) < 20 {
+		return procStat{}, errors.New("not a process status")
+	}
+	group, err := strconv.Atoi(f[2])
+	if err != nil {
+		return procStat{}, err
+	}
+	start, err := strconv.ParseUint(f[19], 10, 64)
+	if err != nil {
+		return procStat{}, err
+	}
+	return procStat{f[0][0], group, start}, nil
+}
+
+func cutLast(s, sep string) (before, after string, found bool) {
+	i := strings.LastIndex(s, sep)
+	if i < 0 {
+		return s, "", false
+	}
+	return s[:i], s[i+len(sep):], true
+}
+
+// living returns the processes of a run that are alive: of its group, with its
+// mark in the environment, and the leader only with its start time.
+func (r record) living() []int {
+	if r.Run == "" {
+		return nil
+	}
+	mark := []byte(runVar + "=" + r.Run)
+	entries, err := os.ReadDir("/proc")
+	if err != nil {
+		return nil
+	}
+	var pids []int
+	for _, e := range entries {
+		pid, err := strconv.Atoi(e.Name())
+		if err != nil {
+			continue
+		}
+		st, err := readStat(pid)
+		if err != nil || st.state == 'Z' || st.state == 'X' {
+			continue
+		}
+		if r.PID != 0 && st.group != r.PID || pid == r.PID && st.start != r.Start {
+			continue
+		}
+		environ, err := os.ReadFile("/proc/" + e.Name() + "/environ")
+		if err != nil {
+			continue // gone, or of another user and so not ours
+		}
+		for entry := range bytes.SplitSeq(environ, []byte{0}) {
+			if bytes.Equal(entry, mark) {
+				pids = append(pids, pid)
+				break
+			}
+		}
+	}
+	return pids
+}
+
+// endOrphan ends what is left of the run that an earlier worker recorded.
+func endOrphan(l layout.Layout) (ended int, err error) {
+	r, err := readRecord(l)
+	if errors.Is(err, fs.ErrNotExist) {
+		return 0, nil
+	}
+	if err != nil {
+		return 0, errors.Join(err, os.Remove(recordPath(l)))
+	}
+	pids := r.living()
+	ended = len(pids)
+	for _, step := range []struct {
+		signal   syscall.Signal
+		patience time.Duration
+	}{{syscall.SIGTERM, 5 * time.Second}, {syscall.SIGKILL, 5 * time.Second}} {
+		deadline := time.Now().Add(step.patience)
+		for _, pid := range pids {
+			_ = syscall.Kill(pid, step.signal) // gone already is as good
+		}
+		for len(pids) > 0 && time.Now().Before(deadline) {
+			time.Sleep(20 * time.Millisecond)
+			pids = r.living()
+		}
+	}
+	if len(pids) > 0 {
+		return ended, fmt.Errorf("end the Executor of an earlier worker: pid %d does not go", pids[0])
+	}
+	return ended, os.Remove(recordPath(l))
+}
