@@ -1,0 +1,355 @@
+package provision
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"hermes-box-lite/internal/guest/layout"
+	"hermes-box-lite/internal/wire"
+)
+
+// tool is a program that must be there, and how it tells its version.
+type tool struct{ name, versionArg string }
+
+// managedTools are ours; the others come from the distribution.
+func managedTools(s layout.Settings) []tool {
+	all := []tool{{"claude", "--version"}, {"codex", "--version"}}
+	if s.Executor {
+		all = append(all, tool{"executor", "--version"})
+	}
+	if s.Hermes {
+		all = append(all, tool{"hermes", "--version"})
+	}
+	return append(all, tool{"node", "--version"}, tool{"npm", "--version"})
+}
+
+func requiredTools(l layout.Layout, s layout.Settings) []tool {
+	all := managedTools(s)
+	if !l.Real() {
+		return all
+	}
+	return append(all,
+		tool{"git", "--version"}, tool{"curl", "--version"}, tool{"tmux", "-V"}, tool{"nvim", "--version"},
+		tool{"rg", "--version"}, tool{"jq", "--version"}, tool{"sudo", "--version"}, tool{"less", "--version"}, tool{"ssh", "-V"})
+}
+
+// surrounding is one of the environments in which programs of the agent run.
+type surrounding struct {
+	name string
+	// command runs the probe script, which is its last argument.
+	command func(ctx context.Context, l layout.Layout, script string) (args []string)
+}
+
+// tmuxHarness runs the probe in a real session of a tmux server of its own.
+const tmuxHarness = `set -eu
+dir=$(mktemp -d /tmp/hb-probe.XXXXXX)
+trap 'tmux -S "$dir/s" kill-server 2>/dev/null || :; rm -rf "$dir"' EXIT
+printf '%s' "$1" >"$dir/probe"
+tmux -S "$dir/s" -f /etc/tmux.conf new-session -d -x 80 -y 24 "bash -l '$dir/probe' >'$dir/out' 2>/dev/null; tmux -S '$dir/s' wait-for -S done"
+tmux -S "$dir/s" wait-for done
+cat "$dir/out"
+`
+
+func surroundings(l layout.Layout) []surrounding {
+	service := surrounding{"service", func(_ context.Context, _ layout.Layout, script string) []string {
+		return []string{"/bin/sh", "-c", script}
+	}}
+	if !l.Real() {
+		return []surrounding{service}
+	}
+	return []surrounding{
+		service,
+		{"login", func(_ context.Context, _ layout.Layout, script string) []string {
+			return []string{"/bin/bash", "-l", "-c", script}
+		}},
+		{"non-login", func(_ context.Context, _ layout.Layout, script string) []string {
+			return []string{"/bin/bash", "-c", script}
+		}},
+		{"tmux", func(_ context.Context, _ layout.Layout, script string) []string {
+			return []string{"/bin/bash", "-c", tmuxHarness, "probe", script}
+		}},
+	}
+}
+
+// finding is what one environment says of one tool.
+type finding struct {
+	path    string
+	exit    int
+	version string // first line of what it printed; "" when it was not run
+	err     string // why nothing is known
+}
+
+// probeScript asks for all tools in one shell. Every line that counts carries
+// a nonce, because start-up files may print whatever they like.
+func probeScript(nonce string, tools []tool, run bool) string {
+	var b strings.Builder
+	b.WriteString("probe() {\n\tp=$(command -v \"$1\") || { echo \"" + nonce + "|$1||127|\"; return; }\n")
+	if run {
+		b.WriteString("\to=$(timeout 60 \"$1\" \"$2\" </dev/null 2>&1); r=$?\n\to=${o%%\n*}\n")
+		// Some tools print a warning first; a line with a digit is enough.
+	} else {
+		b.WriteString("\tr=0 o=\n\t[ -x \"$p\" ] || r=126\n")
+	}
+	b.WriteString("\tprintf '%s|%s|%s|%s|%.200s\\n' '" + nonce + "' \"$1\" \"$p\" \"$r\" \"$o\"\n}\n")
+	for _, t := range tools {
+		b.WriteString("probe " + t.name + " " + t.versionArg + "\n")
+	}
+	return b.String()
+}
+
+// parseProbe reads the lines of a probe, strictly.
+func parseProbe(out, nonce string, tools []tool) map[string]finding {
+	found := map[string]finding{}
+	for line := range strings.Lines(out) {
+		rest, ok := strings.CutPrefix(strings.TrimRight(line, "\r\n"), nonce+"|")
+		if !ok {
+			continue
+		}
+		f := strings.SplitN(rest, "|", 4)
+		if len(f) != 4 || !slices.ContainsFunc(tools, func(t tool) bool { return t.name == f[0] }) {
+			continue
+		}
+		exit, err := strconv.Atoi(f[2])
+		if err != nil || exit < 0 || exit > 255 || len(f[1]) > 4096 {
+			continue
+		}
+		if f[1] != "" && !filepath.IsAbs(f[1]) {
+			// An alias or a function of the user's shell: it is found there,
+			// but it is not the program that was asked for.
+			found[f[0]] = finding{exit: 127, err: "is an alias or a function there"}
+			continue
+		}
+		found[f[0]] = finding{path: f[1], exit: exit, version: wire.Printable(strings.TrimSpace(f[3]))}
+	}
+	for _, t := range tools {
+		if _, ok := found[t.name]; !ok {
+			found[t.name] = finding{exit: -1, err: "no answer"}
+		}
+	}
+	return found
+}
+
+// probe asks for tools in one environment.
+func probe(ctx context.Context, l layout.Layout, s surrounding, tools []tool, run bool, log io.Writer) map[string]finding {
+	var raw [8]byte
+	_, _ = rand.Read(raw[:]) // never fails, by its documentation
+	nonce := "hb" + hex.EncodeToString(raw[:])
+	args := s.command(ctx, l, probeScript(nonce, tools, run))
+	cmd := l.AgentCommand(ctx, args[0], args[1:]...)
+	out := &limited{max: 256 << 10}
+	cmd.Stdout, cmd.Stderr = out, log
+	err := cmd.Run()
+	found := parseProbe(out.String(), nonce, tools)
+	if err != nil {
+		for name, f := range found {
+			if f.exit < 0 {
+				f.err = "no answer: " + err.Error()
+				found[name] = f
+			}
+		}
+	}
+	return found
+}
+
+// survey is the state of all required tools in all environments.
+type survey struct {
+	tools []tool
+	envs  []string
+	found map[string]map[string]finding // by environment, then tool
+}
+
+// look runs the survey. The tools themselves are run once, in the service
+// environment; in the others a tool is run only when it is another program
+// than there, so that the whole takes seconds.
+func look(ctx context.Context, l layout.Layout, settings layout.Settings, log io.Writer) survey {
+	s := survey{tools: requiredTools(l, settings), found: map[string]map[string]finding{}}
+	var mu sync.Mutex
+	var wg sync.WaitGroup
+	around := surroundings(l)
+	for i, env := range around {
+		s.envs = append(s.envs, env.name)
+		wg.Go(func() {
+			found := probe(ctx, l, env, s.tools, i == 0, log)
+			mu.Lock()
+			defer mu.Unlock()
+			s.found[env.name] = found
+		})
+	}
+	wg.Wait()
+	reference := s.found[around[0].name]
+	for _, env := range around[1:] {
+		var others []tool
+		for _, t := range s.tools {
+			if f := s.found[env.name][t.name]; f.exit == 0 && f.path != reference[t.name].path {
+				others = append(others, t)
+			}
+		}
+		if len(others) > 0 {
+			for name, f := range probe(ctx, l, env, others, true, log) {
+				if slices.ContainsFunc(others, func(t tool) bool { return t.name == name }) {
+					s.found[env.name][name] = f
+				}
+			}
+		}
+	}
+	return s
+}
+
+// trouble says what is wrong with a finding, or "".
+func (f finding) trouble() string {
+	switch {
+	case f.err != "":
+		return f.err
+	case f.path == "":
+		return "not found"
+	case f.exit != 0:
+		return strings.TrimSpace(fmt.Sprintf("%s exits with %d %s", f.path, f.exit, f.version))
+	}
+	return ""
+}
+
+// checks makes one check per tool.
+func (s survey) checks(fix string) []wire.Check {
+	var checks []wire.Check
+	for _, t := range s.tools {
+		c := wire.Check{ID: "tool." + t.name, Status: wire.Pass}
+		reference := s.found[s.envs[0]][t.name]
+		var bad []string
+		for _, env := range s.envs {
+			if why := s.found[env][t.name].trouble(); why != "" {
+				bad = append(bad, env+": "+why)
+			}
+		}
+		version := displayVersion(reference.version)
+		if len(bad) > 0 {
+			c.Status, c.Fix = wire.Fail, fix
+			c.Summary = t.name + " is missing or broken in: " + strings.Join(failedEnvs(bad), ", ")
+			c.Evidence = strings.Join(bad, "; ")
+			if version != "" {
+				c.Evidence += "; version " + version
+			}
+		} else {
+			c.Summary = strings.TrimSpace(t.name + " " + version)
+			c.Evidence = reference.path + " in: " + strings.Join(s.envs, ", ")
+		}
+		checks = append(checks, c)
+	}
+	return checks
+}
+
+func failedEnvs(bad []string) []string {
+	var names []string
+	for _, b := range bad {
+		name, _, _ := strings.Cut(b, ":")
+		names = append(names, name)
+	}
+	return names
+}
+
+// displayVersion prefers the version in a tool's words to the words.
+func displayVersion(words string) string {
+	if v := findVersion(words); v != "" {
+		return v
+	}
+	return words
+}
+
+// verify is the last word on the tools: none can be missing silently.
+func verify(ctx context.Context, r *run) error {
+	if !r.l.Real() {
+		for _, t := range managedTools(r.settings()) {
+			if path := r.l.Path("/usr/local/bin/" + t.name); !exists(path) {
+				return fmt.Errorf("%s is missing: %s", t.name, path)
+			}
+		}
+	}
+	s := look(ctx, r.l, r.settings(), r.log)
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	var bad []string
+	for _, c := range s.checks("") {
+		if c.Status != wire.Pass {
+			bad = append(bad, strings.TrimPrefix(c.ID, "tool.")+" ("+c.Evidence+")")
+		}
+	}
+	if len(bad) > 0 {
+		return errors.New("missing or broken: " + strings.Join(bad, ", "))
+	}
+	r.versions = s.manifest()
+	r.note("all there: %d tools, in %s", len(s.tools), strings.Join(s.envs, ", "))
+	return nil
+}
+
+// Checks asks every required tool for its version, by name, as the agent, in
+// login, non-login, tmux and service environments.
+func Checks(ctx context.Context, l layout.Layout) []wire.Check {
+	settings, err := l.ReadSettings()
+	if err != nil {
+		return []wire.Check{{
+			ID: "tool.settings", Status: wire.Fail, Summary: "the box has not been provisioned",
+			Evidence: err.Error(), Fix: "box repair NAME",
+		}}
+	}
+	ctx, cancel := context.WithTimeout(ctx, 3*time.Minute)
+	defer cancel()
+	return look(ctx, l, settings, io.Discard).checks("box repair " + settings.BoxName)
+}
+
+// Versions collects the versions of the tools. HB is left to the caller.
+func Versions(ctx context.Context, l layout.Layout) (wire.RuntimeManifest, error) {
+	settings, err := l.ReadSettings()
+	if err != nil {
+		return wire.RuntimeManifest{}, fmt.Errorf("read settings: %w", err)
+	}
+	tools := requiredTools(l, settings)
+	env := surroundings(l)[0]
+	s := survey{tools: tools, envs: []string{env.name}, found: map[string]map[string]finding{
+		env.name: probe(ctx, l, env, tools, true, io.Discard),
+	}}
+	return s.manifest(), ctx.Err()
+}
+
+func (s survey) manifest() wire.RuntimeManifest {
+	m := wire.RuntimeManifest{Schema: 1, Time: time.Now().UTC().Truncate(time.Second)}
+	for _, t := range s.tools {
+		if f := s.found[s.envs[0]][t.name]; f.trouble() == "" {
+			m.Tools = append(m.Tools, wire.ToolVersion{Name: t.name, Version: displayVersion(f.version), Path: f.path})
+		}
+	}
+	return m
+}
+
+func (r *run) settings() layout.Settings {
+	return layout.Settings{
+		BoxName: r.req.BoxName, HostPort: r.req.HostPort,
+		Executor: r.req.Executor, Hermes: r.req.Hermes, WireMCP: r.req.WireMCP,
+	}
+}
+
+// hbVersion asks this very program for its version.
+func hbVersion(ctx context.Context, l layout.Layout) string {
+	self, err := os.Executable()
+	if err != nil {
+		return ""
+	}
+	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	defer cancel()
+	out, err := l.AgentCommand(ctx, self, "--version").Output()
+	if err != nil {
+		return ""
+	}
+	line, _, _ := strings.Cut(string(out), "\n")
+	return wire.Printable(strings.TrimPrefix(strings.TrimSpace(line), "hb "))
+}
