@@ -17,17 +17,17 @@ import (
 	"strings"
 )
 
-// Home is the directory that holds everything of this user's boxes.
-type Home struct{ dir string }
+// Home is where everything of this user's boxes is kept.
+type Home struct{ dir, configFile string }
 
-// HomeAt returns the Home in dir.
-func HomeAt(dir string) Home { return Home{dir} }
+// HomeAt returns the Home in dir, with its box.env beside the rest.
+func HomeAt(dir string) Home { return Home{dir, filepath.Join(dir, "box.env")} }
 
-// Dir is the directory itself; relative paths in box.env start there.
-func (h Home) Dir() string { return h.dir }
+// HomeSplit returns a Home whose box.env is elsewhere.
+func HomeSplit(dir, configFile string) Home { return Home{dir, configFile} }
 
-// ConfigFile is box.env.
-func (h Home) ConfigFile() string { return filepath.Join(h.dir, "box.env") }
+// ConfigFile is box.env. Relative paths in it start at its directory.
+func (h Home) ConfigFile() string { return h.configFile }
 
 // Backups is where archives go.
 func (h Home) Backups() string { return filepath.Join(h.dir, "backups") }

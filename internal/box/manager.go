@@ -6,6 +6,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"io"
 	"time"
 
 	"hermes-box-lite/internal/config"
@@ -32,6 +33,7 @@ type Options struct {
 	// Base prepares BASE_IMAGE.
 	Base   func(ctx context.Context, image string, note func(string)) (vm.Base, error)
 	Report Reporter
+	Output io.Writer // sees the raw output of what runs in the guest; may be nil
 	Now    func() time.Time
 }
 
@@ -100,7 +102,7 @@ func (m *Manager) begin(name, verb string) (*mutation, error) {
 	if err != nil {
 		return nil, err
 	}
-	log, err := m.home.newTranscript(name, verb, m.opts.Now())
+	log, err := m.home.newTranscript(name, verb, m.opts.Now(), m.opts.Output)
 	if err != nil {
 		l.release()
 		return nil, err

@@ -14,7 +14,7 @@ func (e *PortsExhaustedError) Error() string {
 	return fmt.Sprintf("no free port from EXECUTOR_PORT_LO to EXECUTOR_PORT_HI (%d-%d)", e.Lo, e.Hi)
 }
 
-// Hint says what to change.
+// Hint shows who has them.
 func (e *PortsExhaustedError) Hint() string { return "box ls" }
 
 // portsLock is no box's name.

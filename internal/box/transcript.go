@@ -2,6 +2,7 @@ package box
 
 import (
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"slices"
@@ -23,9 +24,10 @@ type transcript struct {
 	mu      sync.Mutex
 	file    *os.File
 	written int
+	also    io.Writer // sees the guest's output too; nil: nobody
 }
 
-func (h Home) newTranscript(name, verb string, now time.Time) (*transcript, error) {
+func (h Home) newTranscript(name, verb string, now time.Time, also io.Writer) (*transcript, error) {
 	if err := h.pruneTranscripts(); err != nil {
 		return nil, err
 	}
@@ -34,7 +36,7 @@ func (h Home) newTranscript(name, verb string, now time.Time) (*transcript, erro
 	if err != nil {
 		return nil, fmt.Errorf("keep a transcript: %w", err)
 	}
-	return &transcript{file: f}, nil
+	return &transcript{file: f, also: also}, nil
 }
 
 // pruneTranscripts removes the oldest, so that the new one fits.
@@ -63,8 +65,16 @@ func (h Home) pruneTranscripts() error {
 	return nil
 }
 
-// Write adds output of the guest; past its bound the rest is dropped.
+// Write adds output of the guest.
 func (t *transcript) Write(p []byte) (int, error) {
+	if t.also != nil {
+		_, _ = t.also.Write(p) // showing it is a courtesy
+	}
+	return t.append(p)
+}
+
+// append keeps p; past the bound the rest is dropped.
+func (t *transcript) append(p []byte) (int, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if room := maxTranscript - t.written; room > 0 {
@@ -81,7 +91,7 @@ func (t *transcript) Write(p []byte) (int, error) {
 }
 
 func (t *transcript) line(format string, args ...any) {
-	_, _ = fmt.Fprintf(t, time.Now().UTC().Format("15:04:05.000 ")+format+"\n", args...)
+	_, _ = t.append(fmt.Appendf(nil, time.Now().UTC().Format("15:04:05.000 ")+format+"\n", args...))
 }
 
 // close keeps the transcript when keep is set, and returns its path then.

@@ -53,14 +53,14 @@ type UnreachableError struct {
 }
 
 func (e *UnreachableError) Error() string {
-	return fmt.Sprintf("base image %s: the registry %s cannot be reached: %v", e.Ref, e.Registry, e.Err)
+	return fmt.Sprintf("base image %s: the registry %s cannot be reached: %v (a base can be made here instead: set BASE_IMAGE in box.env to the path that make base prints)", e.Ref, e.Registry, e.Err)
 }
 
 func (e *UnreachableError) Unwrap() error { return e.Err }
 
 // Hint names the way without a registry.
 func (e *UnreachableError) Hint() string {
-	return "make base, then set BASE_IMAGE in box.env to the path that it prints"
+	return "make base"
 }
 
 // Prepare returns the base for ref. Relative paths are relative to home. What

@@ -1,0 +1,290 @@
+// Package cli is the command line of box: one file per verb, all terminal
+// rules in term.go, the construction of drivers in drivers.go. It decides
+// exit codes and hints, and leaves everything else to package box.
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"hermes-box-lite/internal/box"
+	"hermes-box-lite/internal/config"
+	"hermes-box-lite/internal/hbbin"
+	"hermes-box-lite/internal/rootfs"
+	"hermes-box-lite/internal/vm"
+)
+
+// Exit codes, documented in `box help exit-codes`.
+const (
+	exitOK        = 0
+	exitFailed    = 1
+	exitUsage     = 2
+	exitUnhealthy = 3
+	exitNotFound  = 4
+	exitLocked    = 5
+	exitCleanup   = 8
+	exitTransport = 255 // of `enter NAME -- CMD` when box itself failed
+	exitSignal    = 128 // plus the signal's number
+)
+
+// Program is what main hands over.
+type Program struct {
+	Version string
+	Args    []string // without the program's name
+	Stdin   *os.File
+	Stdout  io.Writer
+	Stderr  io.Writer
+	// Drivers replaces the drivers of this program, by name; for tests.
+	Drivers map[string]func(config.Config) vm.Driver
+	// HB replaces the embedded hb binary; for tests.
+	HB func() ([]byte, error)
+}
+
+// signalError is the cause of a context that a signal ended.
+type signalError struct{ sig syscall.Signal }
+
+func (e signalError) Error() string { return "ended by " + e.sig.String() }
+
+// Main runs one command and returns its exit code. The first HUP, INT or TERM
+// cancels the command, which cleans up; the second ends the process at once.
+func Main(p Program) int {
+	// A passphrase is for this process alone, not for what it starts.
+	for _, secret := range []string{"BOX_PASSPHRASE", "BOX_PASSPHRASE_FILE"} {
+		_ = os.Unsetenv(secret)
+	}
+	if p.Drivers == nil {
+		p.Drivers = builtinDrivers()
+	}
+	if p.HB == nil {
+		p.HB = func() ([]byte, error) { return hbbin.Binary(runtime.GOARCH) }
+	}
+	ctx, cancel := context.WithCancelCause(context.Background())
+	defer cancel(nil)
+	signals := make(chan os.Signal, 2)
+	signal.Notify(signals, syscall.SIGHUP, syscall.SIGINT, syscall.SIGTERM)
+	defer signal.Stop(signals)
+	go func() {
+		first, ok := (<-signals).(syscall.Signal)
+		if !ok {
+			return
+		}
+		cancel(signalError{first})
+		second := (<-signals).(syscall.Signal)
+		os.Exit(exitSignal + int(second))
+	}()
+
+	a := &app{Program: p, term: newTerminal(p.Stdin, p.Stdout, p.Stderr)}
+	root := a.rootCommand()
+	root.SetArgs(p.Args)
+	root.SetIn(p.Stdin)
+	root.SetOut(p.Stdout)
+	root.SetErr(p.Stderr)
+	err := root.ExecuteContext(ctx)
+	a.term.done()
+	return a.conclude(ctx, err)
+}
+
+// app is one run of the program.
+type app struct {
+	Program
+	term    *terminal
+	verbose bool
+	json    bool
+}
+
+// usageError is a fault of the command line itself.
+type usageError struct {
+	err     error
+	command string
+}
+
+func (e *usageError) Error() string { return e.err.Error() }
+func (e *usageError) Unwrap() error { return e.err }
+func (e *usageError) Hint() string  { return e.command + " --help" }
+
+// exitError ends with a code and no message: it was said already.
+type exitError struct{ code int }
+
+func (e exitError) Error() string { return fmt.Sprintf("exit code %d", e.code) }
+
+// hinted attaches a command that helps.
+type hinted struct {
+	error
+	hint string
+}
+
+func (e hinted) Unwrap() error { return e.error }
+func (e hinted) Hint() string  { return e.hint }
+
+// conclude prints the error with its hints and chooses the exit code.
+func (a *app) conclude(ctx context.Context, err error) int {
+	var exit exitError
+	if err == nil {
+		return exitOK
+	}
+	if errors.As(err, &exit) {
+		return exit.code
+	}
+	a.term.fail(err, hintsOf(err))
+	var sig signalError
+	var cleanup *box.CleanupError
+	var usage *usageError
+	var name *box.NameError
+	var locked *box.LockedError
+	switch {
+	case errors.As(err, &cleanup):
+		return exitCleanup
+	case errors.As(context.Cause(ctx), &sig):
+		return exitSignal + int(sig.sig)
+	case errors.As(err, &usage), errors.As(err, &name):
+		return exitUsage
+	case errors.Is(err, box.ErrUnhealthy), errors.Is(err, box.ErrNotRunning):
+		return exitUnhealthy
+	case errors.Is(err, box.ErrNotFound):
+		return exitNotFound
+	case errors.As(err, &locked):
+		return exitLocked
+	case errors.Is(err, vm.ErrNotOwner):
+		return exitCleanup
+	}
+	return exitFailed
+}
+
+// hintsOf collects the commands that help with an error.
+func hintsOf(err error) []string {
+	var hints []string
+	var cleanup *box.CleanupError
+	if errors.As(err, &cleanup) {
+		hints = append(hints, "box ls --all", "box rm "+cleanup.Name)
+	}
+	var step *box.StepError
+	if errors.As(err, &step) {
+		if errors.Is(err, box.ErrUnhealthy) && step.Verb == "repair" {
+			hints = append(hints, "box doctor "+step.Name)
+		}
+		if step.Transcript != "" {
+			hints = append(hints, "less "+step.Transcript)
+		}
+	}
+	if errors.Is(err, box.ErrNotFound) {
+		hints = append(hints, "box ls")
+	}
+	if errors.Is(err, box.ErrExists) {
+		hints = append(hints, "box ls --all")
+	}
+	for _, e := range leaves(err) {
+		if h, ok := e.(interface{ Hint() string }); ok && h.Hint() != "" {
+			hints = append(hints, h.Hint())
+		}
+	}
+	return hints
+}
+
+// leaves returns err and everything that it wraps.
+func leaves(err error) []error {
+	all := []error{err}
+	switch e := err.(type) {
+	case interface{ Unwrap() error }:
+		if inner := e.Unwrap(); inner != nil {
+			all = append(all, leaves(inner)...)
+		}
+	case interface{ Unwrap() []error }:
+		for _, inner := range e.Unwrap() {
+			all = append(all, leaves(inner)...)
+		}
+	}
+	return all
+}
+
+// home finds the home of everything: $BOX_HOME, else the program's directory
+// when it holds box.env (a checkout), else the XDG directories.
+func home() (box.Home, error) {
+	if dir := os.Getenv("BOX_HOME"); dir != "" {
+		abs, err := filepath.Abs(dir)
+		if err != nil {
+			return box.Home{}, fmt.Errorf("BOX_HOME: %w", err)
+		}
+		return box.HomeAt(abs), nil
+	}
+	if exe, err := os.Executable(); err == nil {
+		if exe, err = filepath.EvalSymlinks(exe); err == nil {
+			if _, err := os.Stat(filepath.Join(filepath.Dir(exe), "box.env")); err == nil {
+				return box.HomeAt(filepath.Dir(exe)), nil
+			}
+		}
+	}
+	user, err := os.UserHomeDir()
+	if err != nil {
+		return box.Home{}, fmt.Errorf("find a home for boxes (set BOX_HOME): %w", err)
+	}
+	xdg := func(name, fallback string) string {
+		if dir := os.Getenv(name); filepath.IsAbs(dir) {
+			return dir
+		}
+		return filepath.Join(user, fallback)
+	}
+	return box.HomeSplit(
+		filepath.Join(xdg("XDG_DATA_HOME", ".local/share"), "hermes-box"),
+		filepath.Join(xdg("XDG_CONFIG_HOME", ".config"), "hermes-box", "box.env")), nil
+}
+
+// manager reads box.env and builds what the verbs work with.
+func (a *app) manager() (*box.Manager, box.Home, error) {
+	h, err := home()
+	if err != nil {
+		return nil, box.Home{}, err
+	}
+	cfg, err := config.Load(h.ConfigFile(), config.ThisMachine())
+	if err != nil {
+		return nil, box.Home{}, err
+	}
+	store := rootfs.NewStore(filepath.Join(h.Cache(), "bases"))
+	var output io.Writer
+	if a.verbose {
+		output = a.term
+	}
+	return box.NewManager(box.Options{
+		Home: h, Config: cfg, Version: a.Version, HB: a.HB, Report: a.term, Output: output, Now: time.Now,
+		Driver: func(ctx context.Context, name string) (vm.Driver, error) { return a.driver(ctx, cfg, name) },
+		Base: func(ctx context.Context, image string, note func(string)) (vm.Base, error) {
+			return store.Prepare(ctx, image, filepath.Dir(h.ConfigFile()), note)
+		},
+	}), h, nil
+}
+
+// exactArgs refuses missing and surplus arguments by name.
+func exactArgs(names ...string) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, args []string) error {
+		if len(args) < len(names) {
+			return fmt.Errorf("%s: %s is missing", cmd.CommandPath(), strings.Join(names[len(args):], " and "))
+		}
+		if len(args) > len(names) {
+			return fmt.Errorf("%s: unexpected argument %q", cmd.CommandPath(), args[len(names)])
+		}
+		if len(names) > 0 && names[0] == "NAME" {
+			return box.CheckName(args[0])
+		}
+		return nil
+	}
+}
+
+// completeName offers the names of boxes.
+func (a *app) completeName(_ *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
+	m, _, err := a.manager()
+	if err != nil || len(args) > 0 {
+		return nil, cobra.ShellCompDirectiveNoFileComp
+	}
+	names, _ := m.Names()
+	return names, cobra.ShellCompDirectiveNoFileComp
+}

@@ -1,0 +1,42 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+
+	"hermes-box-lite/internal/config"
+	"hermes-box-lite/internal/vm"
+	"hermes-box-lite/internal/vm/container"
+)
+
+// builtinDrivers are the engines that this program can use.
+func builtinDrivers() map[string]func(config.Config) vm.Driver {
+	return map[string]func(config.Config) vm.Driver{
+		"container": func(c config.Config) vm.Driver { return container.New(c.ContainerEngine) },
+	}
+}
+
+// driver returns a driver by name. "auto" only ever picks a virtual machine:
+// a container is weaker and must be asked for.
+func (a *app) driver(_ context.Context, c config.Config, name string) (vm.Driver, error) {
+	if build, ok := a.Drivers[name]; ok {
+		return build(c), nil
+	}
+	if name == "auto" {
+		return nil, &vm.EngineError{
+			Engine: "BOX_DRIVER=auto",
+			Reason: "no driver for virtual machines is part of this version; containers share the host's kernel and are used only when box.env says BOX_DRIVER=container",
+			Fix:    "box help config",
+		}
+	}
+	return nil, &vm.EngineError{Engine: name, Reason: fmt.Sprintf("the driver %s is not part of this version", name), Fix: "box help config"}
+}
+
+// engines are the names of all drivers.
+func (a *app) engines() []string {
+	names := make([]string, 0, len(a.Drivers))
+	for name := range a.Drivers {
+		names = append(names, name)
+	}
+	return names
+}

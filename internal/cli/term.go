@@ -1,0 +1,210 @@
+package cli
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/term"
+
+	"hermes-box-lite/internal/vm"
+	"hermes-box-lite/internal/wire"
+)
+
+// terminal holds all rules of talking to people.
+//
+// The answer of a command goes to stdout; progress, warnings and errors go to
+// stderr. An error is `box: what: why`, lower case, followed by `hint:` lines
+// that are commands. Progress on a terminal is one line that is redrawn with
+// the elapsed time; elsewhere it is plain lines. Questions are asked only when
+// stdin and stderr are terminals.
+type terminal struct {
+	stdin  *os.File
+	stdout io.Writer
+	stderr io.Writer
+	live   bool // stderr is a terminal
+
+	mu      sync.Mutex
+	step    string
+	started time.Time
+	stop    chan struct{}
+}
+
+func newTerminal(stdin *os.File, stdout, stderr io.Writer) *terminal {
+	return &terminal{stdin: stdin, stdout: stdout, stderr: stderr, live: isTerminal(stderr)}
+}
+
+func isTerminal(stream any) bool {
+	f, ok := stream.(*os.File)
+	return ok && f != nil && term.IsTerminal(int(f.Fd()))
+}
+
+// Step implements box.Reporter.
+func (t *terminal) Step(name string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.finishStep()
+	t.step, t.started = name, time.Now()
+	if !t.live {
+		_, _ = fmt.Fprintln(t.stderr, name)
+		return
+	}
+	t.draw()
+	stop := make(chan struct{})
+	t.stop = stop
+	go func() {
+		tick := time.NewTicker(time.Second)
+		defer tick.Stop()
+		for {
+			select {
+			case <-stop:
+				return
+			case <-tick.C:
+				t.mu.Lock()
+				if t.stop == stop {
+					t.draw()
+				}
+				t.mu.Unlock()
+			}
+		}
+	}()
+}
+
+// draw redraws the current step; the lock is held.
+func (t *terminal) draw() {
+	_, _ = fmt.Fprintf(t.stderr, "\r\x1b[K%s (%s)", t.step, time.Since(t.started).Round(time.Second))
+}
+
+// finishStep ends the redrawing; the lock is held.
+func (t *terminal) finishStep() {
+	if t.stop == nil {
+		return
+	}
+	close(t.stop)
+	t.stop = nil
+	t.draw()
+	_, _ = fmt.Fprintln(t.stderr)
+}
+
+// Note implements box.Reporter.
+func (t *terminal) Note(text string) { t.say("  " + text) }
+
+// Warn implements box.Reporter.
+func (t *terminal) Warn(text string) { t.say("box: warning: " + text) }
+
+func (t *terminal) say(line string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.stop != nil {
+		_, _ = fmt.Fprint(t.stderr, "\r\x1b[K")
+	}
+	_, _ = fmt.Fprintln(t.stderr, line)
+	if t.stop != nil {
+		t.draw()
+	}
+}
+
+// Write shows raw output of the box, for --verbose.
+func (t *terminal) Write(p []byte) (int, error) {
+	for line := range strings.Lines(string(p)) {
+		t.say("  | " + wire.Printable(strings.TrimRight(line, "\r\n")))
+	}
+	return len(p), nil
+}
+
+// done ends the progress.
+func (t *terminal) done() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.finishStep()
+}
+
+// fail prints an error and its hints, each once.
+func (t *terminal) fail(err error, hints []string) {
+	_, _ = fmt.Fprintf(t.stderr, "box: %s\n", strings.ReplaceAll(strings.TrimSpace(err.Error()), "\n", "\nbox: "))
+	seen := map[string]bool{}
+	for _, h := range hints {
+		if !seen[h] {
+			seen[h] = true
+			_, _ = fmt.Fprintf(t.stderr, "hint: %s\n", h)
+		}
+	}
+}
+
+// errNotAsked says that a question could not be asked.
+var errNotAsked = errors.New("this is not a terminal, so there is nobody to ask")
+
+// ask puts a question and returns the line that was typed.
+func (t *terminal) ask(question string) (string, error) {
+	if !isTerminal(t.stdin) || !t.live {
+		return "", errNotAsked
+	}
+	_, _ = fmt.Fprint(t.stderr, question)
+	line, err := bufio.NewReader(io.LimitReader(t.stdin, 4096)).ReadString('\n')
+	if err != nil && err != io.EOF {
+		return "", err
+	}
+	return strings.TrimRight(line, "\r\n"), nil
+}
+
+// interactive reports whether a command can be given a terminal: both ends
+// must be one, or redirected output would be changed on its way.
+func (t *terminal) interactive() bool { return isTerminal(t.stdin) && isTerminal(t.stdout) }
+
+// raw puts the user's terminal into raw mode for a command in a box and
+// follows its size. The returned function undoes both.
+func (t *terminal) raw() (tty *vm.TTY, restore func(), err error) {
+	fd := int(t.stdin.Fd())
+	old, err := term.MakeRaw(fd)
+	if err != nil {
+		return nil, nil, fmt.Errorf("prepare the terminal: %w", err)
+	}
+	size := func() vm.WinSize {
+		cols, rows, err := term.GetSize(fd)
+		if err != nil {
+			return vm.WinSize{}
+		}
+		return vm.WinSize{Rows: uint16(rows), Cols: uint16(cols)} //nolint:gosec // a terminal's size fits
+	}
+	resize := make(chan vm.WinSize, 1)
+	changed := make(chan os.Signal, 1)
+	stop := make(chan struct{})
+	signal.Notify(changed, syscall.SIGWINCH)
+	go func() {
+		for {
+			select {
+			case <-stop:
+				return
+			case <-changed:
+				select {
+				case resize <- size():
+				case <-stop:
+					return
+				}
+			}
+		}
+	}()
+	return &vm.TTY{Term: termName(os.Getenv("TERM")), Size: size(), Resize: resize}, func() {
+		signal.Stop(changed)
+		close(stop)
+		_ = term.Restore(fd, old)
+	}, nil
+}
+
+// termName passes on a TERM that can be one; the box falls back when it does
+// not know it.
+func termName(name string) string {
+	if name == "" || len(name) > 32 || strings.ContainsFunc(name, func(r rune) bool {
+		return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9') && !strings.ContainsRune("._+-", r)
+	}) {
+		return "xterm-256color"
+	}
+	return name
+}
