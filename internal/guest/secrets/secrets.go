@@ -108,7 +108,7 @@ func lockDir(dir string) (unlock func(), err error) {
 func ensureToken(path string) (string, error) {
 	token, err := readToken(path)
 	if err == nil {
-		return token, nil
+		return token, os.Chmod(path, 0o600)
 	}
 	if !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, errDamaged) {
 		return "", err
@@ -147,9 +147,6 @@ func readToken(path string) (string, error) {
 	}
 	if !ValidToken(string(data)) {
 		return "", errDamaged
-	}
-	if info.Mode().Perm() != 0o600 {
-		return string(data), f.Chmod(0o600)
 	}
 	return string(data), nil
 }
@@ -191,4 +188,13 @@ func SetPaused(l layout.Layout, paused bool) error {
 		return fmt.Errorf("remove the pause marker: %w", err)
 	}
 	return nil
+}
+
+// ReadAgentToken returns the agent token and makes nothing.
+func ReadAgentToken(l layout.Layout) (string, error) {
+	token, err := readToken(filepath.Join(l.Secrets(), agentFile))
+	if err != nil {
+		return "", fmt.Errorf("secrets: %s: %w", agentFile, err)
+	}
+	return token, nil
 }
