@@ -68,6 +68,10 @@ func agent(ctx context.Context, r *run) error {
 const homeScript = `set -eu
 umask 022
 [ -d workspace ] || { mkdir workspace; echo made workspace; }
+for d in .claude .codex .config .executor; do
+	# Secrets will be in them: a tool that makes them itself may not care.
+	[ -e "$d" ] || [ -L "$d" ] || { mkdir -m 700 "$d"; echo "made $d"; }
+done
 for f in .bashrc .profile; do
 	if [ ! -e "$f" ] && [ ! -L "$f" ] && [ -e "/etc/skel/$f" ]; then
 		cp "/etc/skel/$f" "$f"

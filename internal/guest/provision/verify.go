@@ -94,10 +94,10 @@ type finding struct {
 // a nonce, because start-up files may print whatever they like.
 func probeScript(nonce string, tools []tool, run bool) string {
 	var b strings.Builder
-	b.WriteString("probe() {\n\tp=$(command -v \"$1\") || { echo \"" + nonce + "|$1||127|\"; return; }\n")
+	// What a tool writes on its first start is the agent's state: private.
+	b.WriteString("umask 077\nprobe() {\n\tp=$(command -v \"$1\") || { echo \"" + nonce + "|$1||127|\"; return; }\n")
 	if run {
 		b.WriteString("\to=$(timeout 60 \"$1\" \"$2\" </dev/null 2>&1); r=$?\n\to=${o%%\n*}\n")
-		// Some tools print a warning first; a line with a digit is enough.
 	} else {
 		b.WriteString("\tr=0 o=\n\t[ -x \"$p\" ] || r=126\n")
 	}

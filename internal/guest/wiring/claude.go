@@ -31,6 +31,22 @@ type claudeServer struct {
 	Args    []string          `json:"args"`
 }
 
+// readClaudeServer decodes an entry. Unlike encoding/json's own matching of
+// fields, Claude's distinguishes upper and lower case.
+func readClaudeServer(raw []byte) (claudeServer, bool) {
+	var s claudeServer
+	var exact map[string]json.RawMessage
+	if json.Unmarshal(raw, &exact) != nil || exact == nil {
+		return s, false
+	}
+	maps.DeleteFunc(exact, func(key string, _ json.RawMessage) bool { return key != strings.ToLower(key) })
+	lower, err := json.Marshal(exact)
+	if err != nil {
+		return s, false
+	}
+	return s, json.Unmarshal(lower, &s) == nil
+}
+
 // claudeOurs are the keys of our entry that we decide; others, such as a
 // timeout, are the user's and stay.
 func claudeOurs(key string) bool {
@@ -129,8 +145,7 @@ func withoutOurs(doc map[string]any, ep Endpoint) map[string]any {
 			continue
 		}
 		raw, err := json.Marshal(servers[serverName])
-		var s claudeServer
-		if err != nil || json.Unmarshal(raw, &s) != nil || !s.stale(ep) {
+		if s, ok := readClaudeServer(raw); err != nil || !ok || !s.stale(ep) {
 			continue
 		}
 		servers = maps.Clone(servers)
@@ -168,8 +183,7 @@ func setClaudeServer(text []byte, ep Endpoint) ([]byte, error) {
 		return inner.insert(text, serverName, claudeEntry(nil, ep)), nil
 	}
 	have := text[entry.start:entry.end]
-	var s claudeServer
-	if json.Unmarshal(have, &s) == nil && s.right(ep) {
+	if s, ok := readClaudeServer(have); ok && s.right(ep) {
 		return text, nil
 	}
 	var kept []member
@@ -241,8 +255,10 @@ func staleProject(text []byte, ep Endpoint) (*[2]int, error) {
 			return nil, err
 		}
 		for i, m := range inner.members {
-			var s claudeServer
-			if m.key == serverName && json.Unmarshal(text[m.start:m.end], &s) == nil && s.stale(ep) {
+			if m.key != serverName {
+				continue
+			}
+			if s, ok := readClaudeServer(text[m.start:m.end]); ok && s.stale(ep) {
 				span := inner.span(i)
 				return &span, nil
 			}
@@ -395,7 +411,11 @@ func object(members ...member) []byte {
 // one.
 func reindent(value []byte, indent string) []byte {
 	var b bytes.Buffer
-	if indent == "" || json.Indent(&b, value, indent, "  ") != nil {
+	unit := "  "
+	if strings.HasPrefix(indent, "\t") {
+		unit = "\t"
+	}
+	if indent == "" || json.Indent(&b, value, indent, unit) != nil {
 		return value
 	}
 	return b.Bytes()
@@ -420,16 +440,15 @@ func claudeState(home string, ep Endpoint) state {
 		return compare(path, err, false, "", "", ep)
 	}
 	data = bytes.TrimPrefix(data, []byte(utf8Mark))
-	var doc struct {
-		Servers map[string]json.RawMessage `json:"mcpServers"`
-	}
-	if err := json.Unmarshal(data, &doc); err != nil {
+	doc, err := decodeJSON(data)
+	if err != nil {
 		return compare(path, corrupt("JSON", err), false, "", "", ep)
 	}
-	var s claudeServer
-	raw, found := doc.Servers[serverName]
-	if found && (json.Unmarshal(raw, &s) != nil || s.Type != "http") {
-		found = false
+	servers, _ := doc["mcpServers"].(map[string]any)
+	raw, err := json.Marshal(servers[serverName])
+	if err != nil {
+		return compare(path, err, false, "", "", ep)
 	}
-	return compare(path, nil, found, s.URL, s.Headers["Authorization"], ep)
+	s, found := readClaudeServer(raw)
+	return compare(path, nil, found && s.Type == "http", s.URL, s.Headers["Authorization"], ep)
 }

@@ -313,7 +313,8 @@ func spliceYAML(old []byte, ep Endpoint) ([]byte, error) {
 	i, name, entry := child(servers, serverName)
 	if i < 0 {
 		added, err := block(first.Column-1, nil)
-		return joinLines(lines, first.Line-1, first.Line-1, added, eol), err
+		// Right below the key: a comment before the first server is its own.
+		return joinLines(lines, key.Line, key.Line, added, eol), err
 	}
 	if entry.Anchor != "" || entry.Kind == yaml.AliasNode {
 		return nil, errNoSplice
