@@ -136,6 +136,13 @@ func (a *app) wireCommand() *cobra.Command {
 		}))
 }
 
+// wireApplyCommand is the part of wire-mcp that runs as the agent.
+func (a *app) wireApplyCommand() *cobra.Command {
+	return verb(wiring.ApplyVerb, "Edit the tools' configuration as the agent", "", cobra.NoArgs, func(*cobra.Command, []string) error {
+		return wiring.ApplyAsAgent(a.stdin, a.stdout, a.layout)
+	})
+}
+
 // endpoint is what the tools are wired to.
 func (a *app) endpoint() (wiring.Endpoint, error) {
 	tokens, err := secrets.Ensure(a.layout)

@@ -109,7 +109,7 @@ Exit codes: 0 ok, 1 failed, 2 usage, 3 unhealthy (doctor).`,
 	for _, plumbing := range []*cobra.Command{
 		a.superviseCommand(), a.helloCommand(), a.provisionCommand(), a.attachCommand(),
 		a.runCommand(), a.ticketCommand(), a.tokenCommand(), a.shutdownCommand(),
-		a.checkSQLiteCommand(), a.checkHomeCommand(),
+		a.checkSQLiteCommand(), a.checkHomeCommand(), a.wireApplyCommand(),
 	} {
 		plumbing.Hidden = true
 		root.AddCommand(plumbing)

@@ -20,6 +20,7 @@ import (
 	"crypto/sha256"
 	"encoding/json"
 	"fmt"
+	"html"
 	"io"
 	"net/http"
 	"net/http/httputil"
@@ -156,6 +157,10 @@ func (d *Door) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			return
 		}
 	default:
+		if comesBack(r) {
+			bounce(w, r)
+			return
+		}
 		refuse(w)
 		return
 	}
@@ -333,8 +338,36 @@ func cleanPath(p string) bool {
 	return p == "/" || trimmed == path.Clean(p) && !strings.Contains(p, `\`)
 }
 
+// bounced marks a request that the door's own page has made.
+const bounced = "&_hb_bounced=1"
+
+// comesBack recognises the browser that an OAuth provider sends back to
+// Executor (/api/oauth/callback in 1.5.9). The provider's site started that
+// navigation, so that the browser withholds the SameSite=Strict cookie.
+func comesBack(r *http.Request) bool {
+	return r.Method == http.MethodGet && r.Header.Get("Sec-Fetch-Mode") == "navigate" &&
+		(r.Header.Get("Sec-Fetch-Site") == "cross-site" || r.Header.Get("Sec-Fetch-Site") == "same-site") &&
+		(r.URL.Path == "/api/oauth/callback" || r.URL.Path == "/oauth/callback") &&
+		r.URL.RawQuery != "" && len(r.URL.RawQuery) < 8<<10 && !strings.HasSuffix(r.URL.RawQuery, bounced)
+}
+
+// bounce has the page itself ask again, with the cookie. It gives no access:
+// whoever has no session is refused then. What a foreign page gains is one GET
+// of this path, which OAuth's state parameter guards.
+func bounce(w http.ResponseWriter, r *http.Request) {
+	again := html.EscapeString(r.URL.EscapedPath() + "?" + r.URL.RawQuery + bounced)
+	h := w.Header()
+	h.Set("Content-Type", "text/html; charset=utf-8")
+	h.Set("Cache-Control", "no-store")
+	h.Set("Content-Security-Policy", "default-src 'none'; frame-ancestors 'none'")
+	h.Set("Referrer-Policy", "no-referrer")
+	// The client's loss if it does not arrive.
+	_, _ = fmt.Fprintf(w, "<!doctype html><title>Executor</title><meta http-equiv=\"refresh\" content=\"0;url=%s\"><a href=\"%s\">Continue</a>\n", again, again)
+}
+
 func rewrite(pr *httputil.ProxyRequest) {
 	up := upstreamOf(pr.In.Context())
+	pr.Out.URL.RawQuery = strings.TrimSuffix(pr.In.URL.RawQuery, bounced)
 	pr.Out.URL.Scheme, pr.Out.URL.Host = "http", up.Addr
 	pr.Out.Host = up.Addr
 	h := pr.Out.Header

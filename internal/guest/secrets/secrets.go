@@ -76,7 +76,11 @@ func Ensure(l layout.Layout) (Tokens, error) {
 }
 
 func ensureDir(dir string) error {
-	if err := os.MkdirAll(dir, 0o700); err != nil {
+	// The state above it is the agent's to enter.
+	if err := os.MkdirAll(filepath.Dir(dir), 0o755); err != nil {
+		return err
+	}
+	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 		return err
 	}
 	// A restored or hand-made directory may be more open.

@@ -196,7 +196,7 @@ func (e *executor) reconcile(ctx context.Context) time.Duration {
 	if err == nil {
 		err = e.spawnLocked(ctx, argvToken, binary)
 	}
-	if err != nil {
+	if err != nil && ctx.Err() == nil {
 		e.failedLocked(err.Error())
 	}
 	e.broadcast()
@@ -256,7 +256,8 @@ func (e *executor) tokenInArguments(ctx context.Context, b binaryFile) (bool, er
 	}
 	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
 	defer cancel()
-	cmd := e.l.AgentCommand(ctx, "executor", "daemon", "run", "--help")
+	// Already this makes directories, which shall be the agent's alone.
+	cmd := e.l.AgentCommand(ctx, "/bin/sh", "-c", "umask 077; exec executor daemon run --help </dev/null")
 	var out cappedBuffer
 	cmd.Stdout, cmd.Stderr = &out, &out
 	err := cmd.Run()
@@ -281,10 +282,14 @@ func (b *cappedBuffer) Write(p []byte) (int, error) {
 
 // startScript runs as the agent, so that no link in its home can lead root
 // astray. Stale files make Executor refuse to start after a reboot: "is
-// registered but is not reachable" (measured with 1.5.9). The umask is set
+// registered but is not reachable" (measured with 1.5.9). Directories that a
+// mere `executor --version` made with another umask are closed. The umask is set
 // here and not in this process, whose umask belongs to all threads: 1.5.9
 // writes its token 0644 otherwise.
 const startScript = `umask 077
+for own in "$HOME/.executor" "$HOME/.local/share/executor"; do
+	[ ! -d "$own" ] || chmod go= "$own"
+done
 d=$HOME/.executor/server-control
 rm -f "$d/server.json" "$d/startup.lock" "$HOME"/.executor/daemon-*.json
 if [ "$1" = file ]; then
@@ -552,7 +557,11 @@ func (e *executor) pause(ctx context.Context) error {
 // resume removes the marker and returns when Executor is healthy, or at once
 // when something else than a pause keeps it down.
 func (e *executor) resume(ctx context.Context) (note string, err error) {
+	settings, settingsErr := e.l.ReadSettings() // they may be younger than the last tick
 	e.mu.Lock()
+	if settingsErr == nil {
+		e.settings, e.provisioned = settings, true
+	}
 	err = secrets.SetPaused(e.l, false)
 	e.downUntil = time.Time{}
 	e.failures, e.nextStart = 0, time.Time{}

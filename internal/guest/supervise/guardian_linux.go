@@ -61,6 +61,7 @@ type guardian struct {
 	started  time.Time
 	failures int
 	next     time.Time
+	ending   bool
 }
 
 // keepWorker starts the worker if it is due and returns when to look again.
@@ -109,8 +110,10 @@ func (g *guardian) reap() {
 		if time.Since(g.started) > 30*time.Second {
 			g.failures = 0
 		}
-		g.log.Printf("the worker ended (%s); it is restarted", describeWait(status))
-		g.backOff()
+		if !g.ending {
+			g.log.Printf("the worker ended (%s); it is restarted", describeWait(status))
+			g.backOff()
+		}
 	}
 }
 
@@ -123,6 +126,7 @@ func describeWait(s syscall.WaitStatus) string {
 
 // end brings everything down within workerPatience and a little.
 func (g *guardian) end(l layout.Layout, child <-chan os.Signal) error {
+	g.ending = true
 	if g.worker != 0 {
 		_ = syscall.Kill(g.worker, syscall.SIGTERM) // gone already is as good
 		if !g.reapUntil(child, workerPatience, func() bool { return g.worker == 0 }) {
