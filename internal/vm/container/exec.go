@@ -6,17 +6,13 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
-	"io"
-	"os"
 	"os/exec"
 	"strconv"
 	"strings"
-	"syscall"
 	"time"
 
-	"github.com/creack/pty"
-
 	"hermes-box-lite/internal/vm"
+	"hermes-box-lite/internal/vm/attach"
 )
 
 // execScript runs a command and leaves a note of it in the guest, for two
@@ -78,132 +74,14 @@ func (d *Driver) Exec(ctx context.Context, name string, c vm.Command) (int, erro
 	args = append(args, box.id, "/bin/sh", "-c", execScript, "sh", id)
 	cmd := exec.Command(d.engine, append(args, c.Argv...)...)
 
-	code, err := d.attach(ctx, cmd, c)
+	code, err := attach.Run(ctx, cmd, c)
 	switch {
-	case ctx.Err() != nil:
-		return 0, errors.Join(context.Cause(ctx), d.kill(ctx, box.id, id))
 	case err != nil:
 		return 0, errors.Join(fmt.Errorf("%s exec: %w", d.engine, err), d.kill(ctx, box.id, id))
 	case code < 125:
 		return code, nil
 	}
 	return d.confirm(ctx, name, box.id, id, code)
-}
-
-// attach runs the engine's client with the command's streams and returns its
-// exit code. When ctx ends the client is killed.
-func (d *Driver) attach(ctx context.Context, cmd *exec.Cmd, c vm.Command) (int, error) {
-	if c.TTY != nil {
-		return attachTTY(ctx, cmd, c)
-	}
-	cmd.Stdout, cmd.Stderr = c.Stdout, c.Stderr
-	if c.Stdin == nil {
-		return wait(ctx, cmd, nil)
-	}
-	if f, ok := c.Stdin.(*os.File); ok {
-		cmd.Stdin = f
-		return wait(ctx, cmd, nil)
-	}
-	// Not cmd.Stdin: Wait would block on a reader that never ends although
-	// the command has.
-	w, err := cmd.StdinPipe()
-	if err != nil {
-		return 0, err
-	}
-	return wait(ctx, cmd, func() {
-		_, _ = io.Copy(w, c.Stdin) // the command may stop reading when it likes
-		_ = w.Close()
-	})
-}
-
-// attachTTY gives the client a terminal of its own, so that raw mode and
-// window size are ours to drive whatever the caller's streams are.
-func attachTTY(ctx context.Context, cmd *exec.Cmd, c vm.Command) (int, error) {
-	size := c.TTY.Size
-	if size.Rows == 0 || size.Cols == 0 {
-		size = vm.WinSize{Rows: 24, Cols: 80}
-	}
-	master, slave, err := pty.Open()
-	if err != nil {
-		return 0, fmt.Errorf("open a terminal: %w", err)
-	}
-	defer func() { _ = master.Close() }()
-	if err := pty.Setsize(master, &pty.Winsize{Rows: size.Rows, Cols: size.Cols}); err != nil {
-		_ = slave.Close()
-		return 0, err
-	}
-	cmd.Stdin, cmd.Stdout, cmd.Stderr = slave, slave, slave
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Setctty: true}
-
-	output := make(chan struct{})
-	code, err := wait(ctx, cmd, func() {
-		_ = slave.Close()
-		go func() {
-			defer close(output)
-			out := c.Stdout
-			if out == nil {
-				out = io.Discard
-			}
-			_, _ = io.Copy(out, master) // ends with EIO when the client is gone
-		}()
-		if c.TTY.Resize != nil {
-			go func() {
-				for {
-					select {
-					case <-output:
-						return
-					case s, ok := <-c.TTY.Resize:
-						if !ok {
-							return
-						}
-						_ = pty.Setsize(master, &pty.Winsize{Rows: s.Rows, Cols: s.Cols})
-					}
-				}
-			}()
-		}
-		if c.Stdin != nil {
-			_, _ = io.Copy(master, c.Stdin)
-		}
-	})
-	if cmd.Process == nil {
-		_ = slave.Close()
-		return code, err
-	}
-	select {
-	case <-output:
-	case <-time.After(2 * time.Second):
-	}
-	return code, err
-}
-
-// wait starts cmd, runs started (if any) beside it, and kills cmd when ctx
-// ends. Only a client that ran and exited yields a code.
-func wait(ctx context.Context, cmd *exec.Cmd, started func()) (int, error) {
-	cmd.WaitDelay = 5 * time.Second
-	if err := ctx.Err(); err != nil {
-		return 0, err
-	}
-	if err := cmd.Start(); err != nil {
-		return 0, err
-	}
-	done := make(chan struct{})
-	defer close(done)
-	go func() {
-		select {
-		case <-ctx.Done():
-			_ = cmd.Process.Kill()
-		case <-done:
-		}
-	}()
-	if started != nil {
-		go started()
-	}
-	err := cmd.Wait()
-	var exit *exec.ExitError
-	if errors.As(err, &exit) && exit.Exited() {
-		return exit.ExitCode(), nil
-	}
-	return 0, err
 }
 
 // confirm asks the guest whether a code that may be the engine's own was the
