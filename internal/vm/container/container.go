@@ -121,36 +121,29 @@ func (o objects) all() []object { return slices.Concat(o.containers, o.volumes, 
 // find returns the objects of one box, by exact name. No error and no object
 // means certain absence: every list was answered cleanly.
 func (d *Driver) find(ctx context.Context, name string) (objects, error) {
-	all, err := d.list(ctx)
-	if err != nil {
-		return objects{}, err
-	}
-	keep := func(in []object) []object {
-		return slices.DeleteFunc(in, func(o object) bool { return o.name != name })
-	}
-	return objects{keep(all.containers), keep(all.volumes), keep(all.networks)}, nil
+	return d.list(ctx, func(full string) bool { return full == prefix+name })
 }
 
-// list returns every object with our prefix in its name.
-func (d *Driver) list(ctx context.Context) (objects, error) {
+// list returns every object whose full name is wanted.
+func (d *Driver) list(ctx context.Context, wanted func(string) bool) (objects, error) {
 	var all objects
 	var err error
-	if all.containers, err = d.listKind(ctx, "container"); err != nil {
+	if all.containers, err = d.listKind(ctx, "container", wanted); err != nil {
 		return objects{}, err
 	}
-	if all.volumes, err = d.listKind(ctx, "volume"); err != nil {
+	if all.volumes, err = d.listKind(ctx, "volume", wanted); err != nil {
 		return objects{}, err
 	}
-	if all.networks, err = d.listKind(ctx, "network"); err != nil {
+	if all.networks, err = d.listKind(ctx, "network", wanted); err != nil {
 		return objects{}, err
 	}
 	return all, nil
 }
 
-// listKind lists names, then inspects those that are ours by name. An object
-// may vanish between the two calls, so the pair is tried again; docker and
-// podman share both calls and the parts of the JSON that are used.
-func (d *Driver) listKind(ctx context.Context, kind string) ([]object, error) {
+// listKind lists names, then inspects those that are wanted. An object may
+// vanish between the two calls, so the pair is tried again; docker and podman
+// share both calls and the parts of the JSON that are used.
+func (d *Driver) listKind(ctx context.Context, kind string, wanted func(string) bool) ([]object, error) {
 	list := []string{kind, "ls", "--format", "{{.Name}}"}
 	if kind == "container" {
 		list = []string{kind, "ls", "--all", "--format", "{{.Names}}"}
@@ -163,7 +156,7 @@ func (d *Driver) listKind(ctx context.Context, kind string) ([]object, error) {
 		}
 		args := []string{kind, "inspect"}
 		for _, name := range strings.Fields(string(out)) {
-			if strings.HasPrefix(name, prefix) {
+			if wanted(name) {
 				args = append(args, name)
 			}
 		}
@@ -260,6 +253,9 @@ func machine(name string, o objects) vm.Machine {
 
 // Inspect implements vm.Driver.
 func (d *Driver) Inspect(ctx context.Context, name string) (vm.Machine, error) {
+	if c, ok := d.inspectContainer(ctx, name); ok {
+		return machine(name, objects{containers: []object{c}}), nil
+	}
 	o, err := d.find(ctx, name)
 	if err != nil {
 		return vm.Machine{}, err
@@ -273,7 +269,7 @@ func (d *Driver) Inspect(ctx context.Context, name string) (vm.Machine, error) {
 // List implements vm.Driver. It lists what carries our prefix, ours or not;
 // other containers of the engine are no machines of this driver.
 func (d *Driver) List(ctx context.Context) ([]vm.Machine, error) {
-	all, err := d.list(ctx)
+	all, err := d.list(ctx, func(full string) bool { return strings.HasPrefix(full, prefix) })
 	if err != nil {
 		return nil, err
 	}
@@ -464,7 +460,24 @@ func (d *Driver) Stop(ctx context.Context, name string) error {
 	return nil
 }
 
+// inspectContainer is the quick way to a container that is there. When it is
+// not ok, nothing is known yet: find tells absence from failure.
+func (d *Driver) inspectContainer(ctx context.Context, name string) (c object, ok bool) {
+	out, err := d.run(ctx, "container", "inspect", prefix+name)
+	if err != nil {
+		return object{}, false
+	}
+	objs, err := parseObjects("container", out)
+	if err != nil || len(objs) != 1 || objs[0].name != name {
+		return object{}, false
+	}
+	return objs[0], true
+}
+
 func (d *Driver) container(ctx context.Context, name string) (object, error) {
+	if c, ok := d.inspectContainer(ctx, name); ok {
+		return c, nil
+	}
 	o, err := d.find(ctx, name)
 	if err != nil {
 		return object{}, err
@@ -488,10 +501,18 @@ func (d *Driver) Delete(ctx context.Context, name, ownerID string) error {
 	if len(all) == 0 {
 		return fmt.Errorf("%s: %w", prefix+name, vm.ErrNotFound)
 	}
+	ours := 0
 	for _, obj := range all {
-		if ownerID == "" || obj.owner != ownerID {
-			return fmt.Errorf("%s: %w", prefix+name, vm.ErrNotOwner)
+		if ownerID != "" && obj.owner == ownerID {
+			ours++
 		}
+	}
+	switch ours {
+	case len(all):
+	case 0:
+		return fmt.Errorf("%s: %w", prefix+name, vm.ErrNotOwner)
+	default:
+		return fmt.Errorf("some of the container, volume and network %s is not ours, so none of it was removed", prefix+name)
 	}
 	// By id, so that a machine which took the name meanwhile is safe. Removal
 	// errors are kept, but what decides is whether everything is gone.

@@ -7,6 +7,8 @@ import (
 	"io"
 	"net"
 	"os"
+	"strings"
+	"sync"
 	"time"
 )
 
@@ -37,16 +39,23 @@ func run(args []string) error {
 		}
 	}
 	// connect prints what each address says, or that it was not reached.
-	for _, addr := range args[1:] {
-		conn, err := net.DialTimeout("tcp", addr, 2*time.Second)
-		if err != nil {
-			fmt.Printf("%s: unreachable\n", addr)
-			continue
-		}
-		_ = conn.SetDeadline(time.Now().Add(2 * time.Second))
-		text, _ := io.ReadAll(io.LimitReader(conn, 100))
-		_ = conn.Close()
-		fmt.Printf("%s: reached %q\n", addr, text)
+	lines := make([]string, len(args)-1)
+	var wg sync.WaitGroup
+	for i, addr := range args[1:] {
+		wg.Go(func() { lines[i] = addr + ": " + connect(addr) })
 	}
+	wg.Wait()
+	fmt.Println(strings.Join(lines, "\n"))
 	return nil
+}
+
+func connect(addr string) string {
+	conn, err := net.DialTimeout("tcp", addr, 2*time.Second)
+	if err != nil {
+		return "unreachable"
+	}
+	defer func() { _ = conn.Close() }()
+	_ = conn.SetDeadline(time.Now().Add(2 * time.Second))
+	text, _ := io.ReadAll(io.LimitReader(conn, 100))
+	return fmt.Sprintf("reached %q", text)
 }
