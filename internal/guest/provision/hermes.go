@@ -91,6 +91,10 @@ func (r *run) installHermes(ctx context.Context, pin string) error {
 			return err
 		}
 	}
+	// Secrets will be in it; the installer would let others look.
+	if err := r.loud(r.l.AgentCommand(ctx, "/bin/mkdir", "-p", "-m", "700", hermesHome)); err != nil {
+		return err
+	}
 	args := []string{"-s", "--", "--non-interactive", "--hermes-home", hermesHome, "--dir", hermesDir, "--skip-setup"}
 	if pin != "" {
 		args = append(args, "--commit", "v"+pin)

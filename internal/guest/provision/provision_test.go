@@ -239,6 +239,11 @@ func TestParsers(t *testing.T) {
 			t.Errorf("majorOf(%q) = %d", in, got)
 		}
 	}
+	for in, want := range map[string]string{`"1.2.3"`: "1.2.3", `["1.2.3","1.10.0"]`: "1.10.0", `[]`: "", `{"error":1}`: "", "": ""} {
+		if got := lastVersion(in); got != want {
+			t.Errorf("lastVersion(%q) = %q", in, got)
+		}
+	}
 	for in, want := range map[string]int{
 		"nodejs:\n  Installed: (none)\n  Candidate: 18.20.4+dfsg-1~deb12u1\n": 18, "  Candidate: 1:22.1\n": 22, "  Candidate: (none)\n": 0, "": 0,
 	} {
