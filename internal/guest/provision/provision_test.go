@@ -234,6 +234,11 @@ func TestParsers(t *testing.T) {
 			t.Errorf("findVersion(%q) = %q, want %q", in, got, want)
 		}
 	}
+	for in, want := range map[string]string{"less 590 (GNU regular expressions)": "590", "jq-1.6": "1.6", "words": "words"} {
+		if got := displayVersion(in); got != want {
+			t.Errorf("displayVersion(%q) = %q, want %q", in, got, want)
+		}
+	}
 	for in, want := range map[string]int{"v22.1.0": 22, "v8.0.0": 8, "22.1.0": 0, "v22": 0, "": 0} {
 		if got := majorOf(in); got != want {
 			t.Errorf("majorOf(%q) = %d", in, got)
@@ -305,11 +310,11 @@ func TestCommandKilled(t *testing.T) {
 	if _, err := pipeR.Read(buf); err != nil {
 		t.Fatal(err)
 	}
-	pipeW.Close()
 	cancel()
 	if err := <-done; err == nil {
 		t.Error("no error")
 	}
+	pipeW.Close()
 	// The end of the pipe means that the grandchild, too, is gone.
 	if err := pipeR.SetReadDeadline(time.Now().Add(10 * time.Second)); err != nil {
 		t.Fatal(err)

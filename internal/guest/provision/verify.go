@@ -9,6 +9,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -257,10 +258,15 @@ func failedEnvs(bad []string) []string {
 	return names
 }
 
+var plainNumber = regexp.MustCompile(`\b[0-9]+\b`)
+
 // displayVersion prefers the version in a tool's words to the words.
 func displayVersion(words string) string {
 	if v := findVersion(words); v != "" {
 		return v
+	}
+	if v := plainNumber.FindString(words); v != "" {
+		return v // less counts its releases
 	}
 	return words
 }
