@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 )
@@ -18,6 +19,7 @@ const testToken = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abc
 
 // good is a server that speaks Executor 1.5.9's contract; the fields bend it.
 type good struct {
+	mu        sync.Mutex
 	protocol  string
 	name      string
 	tools     string
@@ -37,6 +39,8 @@ func newGood() *good {
 }
 
 func (g *good) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
 	authorized := r.Header.Get("Authorization") == "Bearer "+testToken
 	g.sawSecret = g.sawSecret || authorized
 	if !authorized && !g.public {
@@ -247,6 +251,8 @@ func TestVerdicts(t *testing.T) {
 				t.Error("the token is in the summary")
 			}
 			if g, ok := tt.handler.(*good); ok {
+				g.mu.Lock()
+				defer g.mu.Unlock()
 				if tt.want == Healthy && g.deleted != 1 {
 					t.Errorf("the session was closed %d times", g.deleted)
 				}
