@@ -119,8 +119,15 @@ func (r record) living() []int {
 			continue
 		}
 		environ, err := os.ReadFile("/proc/" + e.Name() + "/environ")
+		if errors.Is(err, fs.ErrPermission) && r.PID != 0 && st.start >= r.Start && r.leaderIsOursOrGone() {
+			// Root in a container may not read the environment of another user
+			// (it lacks CAP_SYS_PTRACE). The group's number cannot have been
+			// given away while the group has members.
+			pids = append(pids, pid)
+			continue
+		}
 		if err != nil {
-			continue // gone, or of another user and so not ours
+			continue // gone, or nothing is known about it
 		}
 		for entry := range bytes.SplitSeq(environ, []byte{0}) {
 			if bytes.Equal(entry, mark) {
@@ -130,6 +137,12 @@ func (r record) living() []int {
 		}
 	}
 	return pids
+}
+
+// leaderIsOursOrGone is false when the number was given to another process.
+func (r record) leaderIsOursOrGone() bool {
+	st, err := readStat(r.PID)
+	return err != nil || st.start == r.Start
 }
 
 // endOrphan ends what is left of the run that an earlier worker recorded.
