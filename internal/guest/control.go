@@ -224,6 +224,30 @@ func (a *app) helloCommand() *cobra.Command {
 	}))
 }
 
+// readyPoll is how often ready asks the supervisor.
+const readyPoll = 200 * time.Millisecond
+
+// readyCommand waits, as long as its caller lets it, until Executor is healthy
+// or is not to run.
+func (a *app) readyCommand() *cobra.Command {
+	return verb("ready", "Wait until Executor is healthy, or is not to run", "", cobra.NoArgs, a.mustBeRoot(func(ctx context.Context) error {
+		for {
+			resp, err := supervise.Ask(ctx, a.layout, supervise.OpStatus, statusWait)
+			if err == nil {
+				switch resp.Status.Phase {
+				case supervise.PhaseRunning, supervise.PhasePaused, supervise.PhaseDisabled:
+					return a.printf("%s\n", resp.Status.Phase)
+				}
+			}
+			select {
+			case <-ctx.Done():
+				return fmt.Errorf("Executor is %s: %s", resp.Status.Phase, resp.Status.Problem)
+			case <-time.After(readyPoll):
+			}
+		}
+	}))
+}
+
 func (a *app) superviseCommand() *cobra.Command {
 	var isWorker bool
 	cmd := verb("supervise", "Be the workload of the box", "", cobra.NoArgs, a.mustBeRoot(func(ctx context.Context) error {
@@ -248,6 +272,10 @@ func (a *app) provisionCommand() *cobra.Command {
 		result := wire.Event{Type: wire.EventResult}
 		if err != nil {
 			result.Error = err.Error()
+			var hinted interface{ Hint() string }
+			if errors.As(err, &hinted) {
+				result.Hint = hinted.Hint()
+			}
 		}
 		if emitErr := emit.Emit(result); emitErr != nil {
 			return errors.Join(err, emitErr)
