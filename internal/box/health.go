@@ -136,7 +136,10 @@ func (m *Manager) probeDoor(ctx context.Context, drv vm.Driver, rec Record) (str
 	if err != nil {
 		return "", err
 	}
-	return fmt.Sprintf("127.0.0.1:%d, %v", rec.HostPort, result), nil
+	if !result.Healthy() {
+		return "", errors.New(result.Summary)
+	}
+	return fmt.Sprintf("127.0.0.1:%d: %s", rec.HostPort, result.Summary), nil
 }
 
 // OpenURL waits until the box's UI can be reached and returns an address that

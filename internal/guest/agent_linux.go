@@ -1,6 +1,7 @@
 package guest
 
 import (
+	"crypto/sha256"
 	"encoding/hex"
 	"errors"
 	"fmt"
@@ -9,8 +10,6 @@ import (
 	"path/filepath"
 	"strings"
 	"syscall"
-
-	"crypto/sha256"
 
 	"github.com/spf13/cobra"
 
@@ -118,7 +117,7 @@ func findProgram(name, searchPath string) (string, error) {
 	if strings.Contains(name, "/") {
 		return name, nil
 	}
-	var reason error = fs.ErrNotExist
+	var reason error = fs.ErrNotExist //nolint:staticcheck // another error may follow
 	if name == "" {
 		return "", reason
 	}

@@ -241,7 +241,7 @@ func (a *app) readyCommand() *cobra.Command {
 			}
 			select {
 			case <-ctx.Done():
-				return fmt.Errorf("Executor is %s: %s", resp.Status.Phase, resp.Status.Problem)
+				return fmt.Errorf("executor is %s: %s", resp.Status.Phase, resp.Status.Problem)
 			case <-time.After(readyPoll):
 			}
 		}

@@ -42,9 +42,21 @@ func TestEveryVerbExplainsItself(t *testing.T) {
 func TestUsageErrors(t *testing.T) {
 	t.Setenv(layout.RootVar, t.TempDir())
 	for _, args := range [][]string{
-		{"nonsense"}, {"status", "surplus"}, {"down", "x"}, {"up", "--nonsense"}, {"doctor", "--json=maybe"},
-		{"logs"}, {"logs", "codex"}, {"logs", "executor", "surplus"}, {"logs", "executor", "-n", "-1"},
-		{"token"}, {"token", "operator"}, {"run"}, {"run", "ls"}, {"ticket", "x"}, {"executor-token", "x"},
+		{"nonsense"},
+		{"status", "surplus"},
+		{"down", "x"},
+		{"up", "--nonsense"},
+		{"doctor", "--json=maybe"},
+		{"logs"},
+		{"logs", "codex"},
+		{"logs", "executor", "surplus"},
+		{"logs", "executor", "-n", "-1"},
+		{"token"},
+		{"token", "operator"},
+		{"run"},
+		{"run", "ls"},
+		{"ticket", "x"},
+		{"executor-token", "x"},
 	} {
 		var out, errOut bytes.Buffer
 		if code := Main(args, "1.2.3", nil, &out, &errOut); code != exitUsage {
@@ -124,8 +136,12 @@ func TestFindProgram(t *testing.T) {
 		name, want string
 		err        error
 	}{
-		{"tool", b + "/tool", nil}, {"both", b + "/both", nil}, {"./x", "./x", nil},
-		{"data", "", syscall.EACCES}, {"none", "", os.ErrNotExist}, {"", "", os.ErrNotExist},
+		{"tool", b + "/tool", nil},
+		{"both", b + "/both", nil},
+		{"./x", "./x", nil},
+		{"data", "", syscall.EACCES},
+		{"none", "", os.ErrNotExist},
+		{"", "", os.ErrNotExist},
 	} {
 		got, err := findProgram(tt.name, a+":"+b)
 		if got != tt.want || !errors.Is(err, tt.err) {
@@ -148,8 +164,12 @@ func TestSpace(t *testing.T) {
 		free, inodes, freeInodes uint64
 		want                     wire.Status
 	}{
-		{10 << 30, 1000, 500, wire.Pass}, {600 << 20, 1000, 500, wire.Info}, {255 << 20, 1000, 500, wire.Fail},
-		{10 << 30, 1000, 9, wire.Fail}, {10 << 30, 1000, 10, wire.Pass}, {10 << 30, 0, 0, wire.Pass},
+		{10 << 30, 1000, 500, wire.Pass},
+		{600 << 20, 1000, 500, wire.Info},
+		{255 << 20, 1000, 500, wire.Fail},
+		{10 << 30, 1000, 9, wire.Fail},
+		{10 << 30, 1000, 10, wire.Pass},
+		{10 << 30, 0, 0, wire.Pass},
 	} {
 		c := spaceCheck("/data", tt.free, tt.inodes, tt.freeInodes)
 		if c.Status != tt.want || (c.Status == wire.Fail) != (c.Fix != "") {
@@ -165,9 +185,12 @@ func TestExecutorCheck(t *testing.T) {
 		expected bool
 		want     wire.Status
 	}{
-		{supervise.PhaseRunning, nil, true, wire.Pass}, {supervise.PhasePaused, nil, true, wire.Info},
-		{supervise.PhaseHeld, nil, true, wire.Info}, {supervise.PhasePausing, nil, true, wire.Fail},
-		{supervise.PhaseWaiting, nil, true, wire.Fail}, {supervise.PhaseDisabled, nil, false, wire.Skip},
+		{supervise.PhaseRunning, nil, true, wire.Pass},
+		{supervise.PhasePaused, nil, true, wire.Info},
+		{supervise.PhaseHeld, nil, true, wire.Info},
+		{supervise.PhasePausing, nil, true, wire.Fail},
+		{supervise.PhaseWaiting, nil, true, wire.Fail},
+		{supervise.PhaseDisabled, nil, false, wire.Skip},
 		{"", supervise.ErrNoSupervisor, true, wire.Fail},
 	} {
 		c := executorCheck(supervise.Status{Phase: tt.phase}, tt.err, tt.expected)

@@ -129,7 +129,7 @@ func (b *box) supervise() *box {
 	b.t.Cleanup(func() {
 		_ = b.guardian.Process.Signal(syscall.SIGTERM)
 		select {
-		case <-b.ended:
+		case <-b.ended: //nolint:errcheck // how it ends is not the question
 		case <-time.After(20 * time.Second):
 			b.t.Error("the guardian does not end")
 			_ = b.guardian.Process.Kill()

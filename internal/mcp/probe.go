@@ -212,13 +212,13 @@ func (c *client) mustRefuse(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	switch {
-	case a.status == http.StatusUnauthorized:
+	switch a.status {
+	case http.StatusUnauthorized:
 		if !strings.HasPrefix(a.header.Get("WWW-Authenticate"), `Bearer realm="executor"`) {
 			return found(NotExecutor, "status 401 without Executor's realm: something else answers here")
 		}
 		return nil
-	case a.status == http.StatusOK:
+	case http.StatusOK:
 		var init initializeResult
 		if a.parseErr == nil && json.Unmarshal(a.result, &init) == nil && init.ProtocolVersion != "" {
 			return found(AuthNotEnforced, "a request without a token was accepted: authentication is not enforced")

@@ -11,13 +11,14 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"hermes-box-lite/internal/atomicfile"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
 	"syscall"
 	"time"
+
+	"hermes-box-lite/internal/atomicfile"
 )
 
 // AgentUID and AgentGID are fixed, so that state moves between boxes without

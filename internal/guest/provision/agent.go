@@ -92,7 +92,7 @@ func readAccounts(path string) ([]account, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer f.Close()
+	defer func() { _ = f.Close() }()
 	var all []account
 	sc := bufio.NewScanner(f)
 	for sc.Scan() {

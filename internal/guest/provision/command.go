@@ -60,11 +60,15 @@ func explain(err error, what, fix string) error {
 	}
 	switch {
 	case trustWords.MatchString(ce.tail):
-		return &hintedError{fmt.Errorf("%s could not be trusted: %w", what, err),
-			"set EXTRA_CA_FILE in box.env to the CA certificates of your network" + fix}
+		return &hintedError{
+			fmt.Errorf("%s could not be trusted: %w", what, err),
+			"set EXTRA_CA_FILE in box.env to the CA certificates of your network" + fix,
+		}
 	case networkWords.MatchString(ce.tail) || ce.exit < 0 && errors.Is(ce.err, context.DeadlineExceeded):
-		return &hintedError{fmt.Errorf("%s could not be reached: %w", what, err),
-			"check the network; behind a proxy set HTTP_PROXY and HTTPS_PROXY in box.env" + fix}
+		return &hintedError{
+			fmt.Errorf("%s could not be reached: %w", what, err),
+			"check the network; behind a proxy set HTTP_PROXY and HTTPS_PROXY in box.env" + fix,
+		}
 	}
 	return err
 }

@@ -47,8 +47,10 @@ func hermes(ctx context.Context, r *run) error {
 	}
 	now := r.hermesVersion(ctx)
 	if now == "" {
-		return &hintedError{errors.New("hermes --version does not work after its installation"),
-			"the transcript has the installer's whole output" + hermesOff}
+		return &hintedError{
+			errors.New("hermes --version does not work after its installation"),
+			"the transcript has the installer's whole output" + hermesOff,
+		}
 	}
 	if pin != "" && now != pin {
 		r.warn("hermes says it is %s, HERMES_VERSION asks for %s", now, pin)
@@ -77,7 +79,7 @@ func (r *run) installHermes(ctx context.Context, pin string) error {
 	if err != nil {
 		return err
 	}
-	defer script.Close()
+	defer func() { _ = script.Close() }()
 	scratch, drop, err := r.scratch()
 	if err != nil {
 		return err
@@ -114,7 +116,7 @@ func (r *run) installHermes(ctx context.Context, pin string) error {
 		"npm_config_cache="+scratch+"/npm",
 	)
 	if err := r.loud(cmd); err != nil {
-		return explain(fmt.Errorf("Hermes' installer (%s): %w", source, err), "a server that Hermes' installer needs", hermesOff)
+		return explain(fmt.Errorf("the installer of Hermes (%s): %w", source, err), "a server that Hermes' installer needs", hermesOff)
 	}
 	return r.linkHermes()
 }
@@ -135,7 +137,7 @@ func (r *run) openInstaller(ctx context.Context, source string) (*os.File, error
 	if err != nil {
 		return nil, err
 	}
-	defer os.RemoveAll(dir) // the open file outlives its name
+	defer func() { _ = os.RemoveAll(dir) }() // the open file outlives its name
 	path := filepath.Join(dir, "install.sh")
 	err = r.retry(ctx, "download", func(ctx context.Context) error {
 		return r.loud(r.command(ctx, "curl", "-fsSL", "--proto", "=http,https", "--connect-timeout", "10", "--max-time", "120",
@@ -192,7 +194,7 @@ func readBounded(path string, limit int64) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer f.Close()
+	defer func() { _ = f.Close() }()
 	data, err := io.ReadAll(io.LimitReader(f, limit+1))
 	if err == nil && int64(len(data)) > limit {
 		err = fmt.Errorf("%s has more than %d bytes", path, limit)

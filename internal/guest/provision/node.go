@@ -116,7 +116,7 @@ func (r *run) nodeFromNodeSource(ctx context.Context) error {
 	if err := os.MkdirAll(filepath.Dir(key), 0o755); err != nil {
 		return err
 	}
-	defer os.Remove(key)
+	defer func() { _ = os.Remove(key) }()
 	err := r.loud(r.command(ctx, "curl", "-fsSL", "--proto", "=https", "--connect-timeout", "10", "--max-time", "30",
 		"--max-filesize", "100000", "-o", key, base+"/gpgkey/nodesource-repo.gpg.key"))
 	if err != nil {
@@ -218,7 +218,7 @@ func (r *run) nodeFromRegistry(ctx context.Context) error {
 	if err := os.RemoveAll(tree); err != nil {
 		return err
 	}
-	defer os.RemoveAll(tree)
+	defer func() { _ = os.RemoveAll(tree) }()
 	if err := os.MkdirAll(tree, 0o755); err != nil {
 		return err
 	}

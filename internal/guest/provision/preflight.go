@@ -47,12 +47,16 @@ func preflight(_ context.Context, r *run) error {
 		return err
 	}
 	if _, err := os.Stat("/usr/bin/apt-get"); err != nil {
-		return &hintedError{fmt.Errorf("%q has no apt-get", distro.pretty),
-			"choose a Debian or Ubuntu image as BASE_IMAGE in box.env"}
+		return &hintedError{
+			fmt.Errorf("%q has no apt-get", distro.pretty),
+			"choose a Debian or Ubuntu image as BASE_IMAGE in box.env",
+		}
 	}
 	if !distro.debianLike() {
-		return &hintedError{fmt.Errorf("%q is neither Debian nor Ubuntu", distro.pretty),
-			"choose a Debian or Ubuntu image as BASE_IMAGE in box.env"}
+		return &hintedError{
+			fmt.Errorf("%q is neither Debian nor Ubuntu", distro.pretty),
+			"choose a Debian or Ubuntu image as BASE_IMAGE in box.env",
+		}
 	}
 	r.note("%s, %s", distro.pretty, runtime.GOARCH)
 	return nil
@@ -142,7 +146,7 @@ func readOSRelease(path string) (osRelease, error) {
 	if err != nil {
 		return osRelease{}, err
 	}
-	defer f.Close()
+	defer func() { _ = f.Close() }()
 	var o osRelease
 	sc := bufio.NewScanner(f)
 	for sc.Scan() {

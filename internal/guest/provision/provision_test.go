@@ -98,9 +98,15 @@ func TestParseBundle(t *testing.T) {
 		name, text string
 		n          int // -1: refused
 	}{
-		{"none", " \n", 0}, {"one", a, 1}, {"two and words", "# A\n" + a + "\nB:\n" + b, 2}, {"twice", a + b + a, 2},
+		{"none", " \n", 0},
+		{"one", a, 1},
+		{"two and words", "# A\n" + a + "\nB:\n" + b, 2},
+		{"twice", a + b + a, 2},
 		{"crlf", strings.ReplaceAll(a, "\n", "\r\n"), 1},
-		{"private key", a + key, -1}, {"junk in PEM", junk, -1}, {"HTML", "<html>", -1}, {"cut", a + b[:len(b)-40], -1},
+		{"private key", a + key, -1},
+		{"junk in PEM", junk, -1},
+		{"HTML", "<html>", -1},
+		{"cut", a + b[:len(b)-40], -1},
 		{"huge", strings.Repeat("#\n", maxBundle), -1},
 	} {
 		certs, err := parseBundle(c.text)
@@ -165,8 +171,11 @@ func TestClaim(t *testing.T) {
 		found bool
 		err   string
 	}{
-		{"agent", 1001, true, ""}, {"other", 1002, false, ""},
-		{"agent", 1002, false, "with id 1001"}, {"other", 1001, false, `for "agent"`}, {"agent", 1000, false, ""},
+		{"agent", 1001, true, ""},
+		{"other", 1002, false, ""},
+		{"agent", 1002, false, "with id 1001"},
+		{"other", 1001, false, `for "agent"`},
+		{"agent", 1000, false, ""},
 	} {
 		a, err := claim("user", all, c.name, c.id)
 		if c.name == "agent" && c.id == 1000 {
@@ -300,7 +309,7 @@ func TestCommandKilled(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer pipeR.Close()
+	defer func() { _ = pipeR.Close() }()
 	r := &run{l: layout.At(""), req: goodRequest(), emit: wire.NewEmitter(io.Discard), log: io.Discard}
 	cmd := r.command(ctx, "/bin/sh", "-c", "sleep 600 & echo up >&3; wait")
 	cmd.ExtraFiles = []*os.File{pipeW}
@@ -314,7 +323,7 @@ func TestCommandKilled(t *testing.T) {
 	if err := <-done; err == nil {
 		t.Error("no error")
 	}
-	pipeW.Close()
+	_ = pipeW.Close()
 	// The end of the pipe means that the grandchild, too, is gone.
 	if err := pipeR.SetReadDeadline(time.Now().Add(10 * time.Second)); err != nil {
 		t.Fatal(err)
@@ -366,7 +375,7 @@ func TestTmuxAccepts(t *testing.T) {
 	if _, err := fmt.Sscanf(string(m[1])+" "+string(m[2]), "%d %d", &v.major, &v.minor); err != nil {
 		t.Fatal(err)
 	}
-	dir, err := os.MkdirTemp("", "hb") // a socket's path must be short
+	dir, err := os.MkdirTemp("", "hb") //nolint:usetesting // a socket's path must be short
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -263,7 +263,7 @@ func (e *executor) tokenInArguments(ctx context.Context, b binaryFile) (bool, er
 	err := cmd.Run()
 	help := out.String()
 	if !strings.Contains(help, "--hostname") {
-		return false, fmt.Errorf("ask executor for its options: no help was printed (%v)", err)
+		return false, errors.Join(errors.New("ask executor for its options: no help was printed"), err)
 	}
 	old := strings.Contains(help, "--auth-password")
 	e.generation[b.fingerprint] = old

@@ -240,7 +240,8 @@ func entryNode(old *yaml.Node, ep Endpoint) *yaml.Node {
 	}
 	entry := &yaml.Node{Kind: yaml.MappingNode, Tag: "!!map", Content: []*yaml.Node{
 		scalar("url"), quoted(ep.URL),
-		scalar("headers"), {Kind: yaml.MappingNode, Tag: "!!map", Content: []*yaml.Node{scalar("Authorization"), quoted(hermesBearer)}},
+		scalar("headers"),
+		{Kind: yaml.MappingNode, Tag: "!!map", Content: []*yaml.Node{scalar("Authorization"), quoted(hermesBearer)}},
 	}}
 	if i, _, _ := child(old, "enabled"); i < 0 {
 		entry.Content = append(entry.Content, scalar("enabled"), &yaml.Node{Kind: yaml.ScalarNode, Tag: "!!bool", Value: "true"})

@@ -197,9 +197,13 @@ func TestApply(t *testing.T) {
 	t.Run("bad endpoints", func(t *testing.T) {
 		l := box(t, map[string]string{"claude": ""})
 		for _, ep := range []Endpoint{
-			{}, {URL: testEndpoint().URL, Token: "short"}, {URL: testEndpoint().URL, Token: strings.Repeat("AB", 32)},
-			{URL: "http://127.0.0.1:1/m\"cp", Token: testEndpoint().Token}, {URL: "file:///mcp", Token: testEndpoint().Token},
-			{URL: "http://u:p@127.0.0.1/mcp", Token: testEndpoint().Token}, {URL: "http://127.0.0.1/mcp\n", Token: testEndpoint().Token},
+			{},
+			{URL: testEndpoint().URL, Token: "short"},
+			{URL: testEndpoint().URL, Token: strings.Repeat("AB", 32)},
+			{URL: "http://127.0.0.1:1/m\"cp", Token: testEndpoint().Token},
+			{URL: "file:///mcp", Token: testEndpoint().Token},
+			{URL: "http://u:p@127.0.0.1/mcp", Token: testEndpoint().Token},
+			{URL: "http://127.0.0.1/mcp\n", Token: testEndpoint().Token},
 		} {
 			_, err := Apply(ctx, l, ep)
 			if err == nil {
@@ -254,27 +258,77 @@ func TestChecks(t *testing.T) {
 		say       string // in the summary or evidence of a failure
 	}{
 		{"nothing installed", nil, nil, map[string]wire.Status{"claude": wire.Skip, "codex": wire.Skip, "hermes": wire.Skip}, ""},
-		{"all well", map[string]string{"claude": connected, "codex": codexScript(codexUp), "hermes": ""}, &good,
-			map[string]wire.Status{"claude": wire.Pass, "codex": wire.Pass, "hermes": wire.Pass}, ""},
-		{"never wired", map[string]string{"claude": connected, "codex": codexScript(codexUp), "hermes": ""}, nil,
-			map[string]wire.Status{"claude": wire.Fail, "codex": wire.Fail, "hermes": wire.Fail}, "not wired"},
-		{"old token", map[string]string{"claude": connected, "codex": codexScript(codexUp), "hermes": ""}, &old,
-			map[string]wire.Status{"claude": wire.Fail, "codex": wire.Fail, "hermes": wire.Fail}, "old token"},
-		{"old address", map[string]string{"claude": connected, "codex": codexScript(codexUp), "hermes": ""}, &elsewhere,
-			map[string]wire.Status{"claude": wire.Fail, "codex": wire.Fail, "hermes": wire.Fail}, "another address"},
-		{"claude fails with exit code 0", map[string]string{"claude": `echo "executor: http://127.0.0.1:4788/mcp (HTTP) - ✘ Failed to connect — Bearer abc ` + good.Token + `"`}, &good,
-			map[string]wire.Status{"claude": wire.Fail}, "Failed to connect"},
-		{"another server is connected", map[string]string{"claude": `echo "my executor: x - ✔ Connected"`}, &good,
-			map[string]wire.Status{"claude": wire.Fail}, "does not name"},
+		{
+			"all well",
+			map[string]string{"claude": connected, "codex": codexScript(codexUp), "hermes": ""},
+			&good,
+			map[string]wire.Status{"claude": wire.Pass, "codex": wire.Pass, "hermes": wire.Pass},
+			"",
+		},
+		{
+			"never wired",
+			map[string]string{"claude": connected, "codex": codexScript(codexUp), "hermes": ""},
+			nil,
+			map[string]wire.Status{"claude": wire.Fail, "codex": wire.Fail, "hermes": wire.Fail},
+			"not wired",
+		},
+		{
+			"old token",
+			map[string]string{"claude": connected, "codex": codexScript(codexUp), "hermes": ""},
+			&old,
+			map[string]wire.Status{"claude": wire.Fail, "codex": wire.Fail, "hermes": wire.Fail},
+			"old token",
+		},
+		{
+			"old address",
+			map[string]string{"claude": connected, "codex": codexScript(codexUp), "hermes": ""},
+			&elsewhere,
+			map[string]wire.Status{"claude": wire.Fail, "codex": wire.Fail, "hermes": wire.Fail},
+			"another address",
+		},
+		{
+			"claude fails with exit code 0",
+			map[string]string{"claude": `echo "executor: http://127.0.0.1:4788/mcp (HTTP) - ✘ Failed to connect — Bearer abc ` + good.Token + `"`},
+			&good,
+			map[string]wire.Status{"claude": wire.Fail},
+			"Failed to connect",
+		},
+		{
+			"another server is connected",
+			map[string]string{"claude": `echo "my executor: x - ✔ Connected"`},
+			&good,
+			map[string]wire.Status{"claude": wire.Fail},
+			"does not name",
+		},
 		{"claude crashes", map[string]string{"claude": `exit 3`}, &good, map[string]wire.Status{"claude": wire.Fail}, "exit status 3"},
-		{"codex rejected", map[string]string{"codex": codexScript(`{"name":"executor","toolsError":"MCP startup failed: Auth required","tools":{}}`)}, &good,
-			map[string]wire.Status{"codex": wire.Fail}, "Auth required"},
-		{"codex finds a stranger", map[string]string{"codex": codexScript(`{"name":"executor","serverInfo":{"name":"nginx"},"tools":{"execute":{}}}`)}, &good,
-			map[string]wire.Status{"codex": wire.Fail}, "nginx"},
-		{"codex lacks execute", map[string]string{"codex": codexScript(`{"name":"executor","serverInfo":{"name":"executor"},"tools":{}}`)}, &good,
-			map[string]wire.Status{"codex": wire.Fail}, "no tool called execute"},
-		{"codex ends at once", map[string]string{"codex": `echo "bad config" >&2; exit 1`}, &good,
-			map[string]wire.Status{"codex": wire.Fail}, "bad config"},
+		{
+			"codex rejected",
+			map[string]string{"codex": codexScript(`{"name":"executor","toolsError":"MCP startup failed: Auth required","tools":{}}`)},
+			&good,
+			map[string]wire.Status{"codex": wire.Fail},
+			"Auth required",
+		},
+		{
+			"codex finds a stranger",
+			map[string]string{"codex": codexScript(`{"name":"executor","serverInfo":{"name":"nginx"},"tools":{"execute":{}}}`)},
+			&good,
+			map[string]wire.Status{"codex": wire.Fail},
+			"nginx",
+		},
+		{
+			"codex lacks execute",
+			map[string]string{"codex": codexScript(`{"name":"executor","serverInfo":{"name":"executor"},"tools":{}}`)},
+			&good,
+			map[string]wire.Status{"codex": wire.Fail},
+			"no tool called execute",
+		},
+		{
+			"codex ends at once",
+			map[string]string{"codex": `echo "bad config" >&2; exit 1`},
+			&good,
+			map[string]wire.Status{"codex": wire.Fail},
+			"bad config",
+		},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			l := box(t, c.launchers)

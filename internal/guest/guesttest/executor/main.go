@@ -166,7 +166,8 @@ func (e *executor) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		_, _ = fmt.Fprint(w, "ok")
 		return
 	}
-	if !(e.public && r.URL.Path == "/") && r.Header.Get("Authorization") != "Bearer "+e.token {
+	open := e.public && r.URL.Path == "/"
+	if !open && r.Header.Get("Authorization") != "Bearer "+e.token {
 		realm := `Bearer realm="executor", Basic realm="executor"`
 		if e.public {
 			realm = `Bearer realm="executor"`

@@ -3,6 +3,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -21,7 +22,7 @@ func main() {
 
 func run(args []string) error {
 	if len(args) < 2 {
-		return fmt.Errorf("usage: probe listen ADDR TEXT | probe connect ADDR...")
+		return errors.New("usage: probe listen ADDR TEXT, or probe connect ADDR [ADDR]")
 	}
 	if args[0] == "listen" {
 		l, err := net.Listen("tcp", args[1])
