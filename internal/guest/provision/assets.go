@@ -3,7 +3,9 @@ package provision
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"regexp"
 	"strconv"
@@ -91,10 +93,55 @@ func assets(ctx context.Context, r *run) error {
 	} else if r.l.Real() {
 		return fmt.Errorf("%s is not there", wire.HBPath)
 	}
-	if changed == 0 {
-		r.note("already there: box.env, profile, tmux.conf, hb")
+	named, err := r.nameHost()
+	if err != nil {
+		return err
+	}
+	if changed == 0 && !named {
+		r.note("already there: box.env, profile, tmux.conf, hb, hosts")
 	}
 	return nil
+}
+
+// nameHost makes the box know its own name, without which sudo complains and
+// programs wait for DNS. Lines are only added: engines may own the file.
+func (r *run) nameHost() (added bool, err error) {
+	path := r.l.Path("/etc/hosts")
+	data, err := os.ReadFile(path)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return false, err
+	}
+	known := map[string]bool{}
+	for line := range strings.Lines(string(data)) {
+		line, _, _ = strings.Cut(line, "#")
+		if fields := strings.Fields(line); len(fields) > 1 {
+			for _, name := range fields[1:] {
+				known[name] = true
+			}
+		}
+	}
+	missing := ""
+	if len(data) > 0 && !bytes.HasSuffix(data, []byte("\n")) {
+		missing = "\n"
+	}
+	for name, addr := range map[string]string{"localhost": "127.0.0.1", r.req.BoxName: "127.0.1.1"} {
+		if name != "" && !known[name] {
+			missing += addr + "\t" + name + "\n"
+			added = true
+		}
+	}
+	if !added {
+		return false, nil
+	}
+	f, err := os.OpenFile(path, os.O_WRONLY|os.O_APPEND|os.O_CREATE, 0o644)
+	if err != nil {
+		return false, err
+	}
+	_, err = f.WriteString(missing)
+	if err = errors.Join(err, f.Close()); err == nil {
+		r.note("added the box's name to /etc/hosts")
+	}
+	return true, err
 }
 
 // tmuxRelease is tmux's version as two numbers.

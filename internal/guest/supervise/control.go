@@ -26,7 +26,7 @@ const (
 	OpDown     Op = "down"     // pause, durably; answers when Executor is gone
 	OpUp       Op = "up"       // end the pause; answers when Executor is healthy
 	OpHold     Op = "hold"     // stop Executor while the connection stays open
-	OpReload   Op = "reload"   // settings, environment or binary may have changed
+	OpReload   Op = "reload"   // settings, environment, Executor or hb itself may have changed
 	OpTicket   Op = "ticket"   // a single-use ticket for the door
 	OpShutdown Op = "shutdown" // stop Executor for the machine's stop; not durable
 )
@@ -221,6 +221,10 @@ func (w *worker) answer(ctx context.Context, conn net.Conn) {
 		resp.Error = err.Error()
 	}
 	reply(conn, resp)
+	if req.Op == OpReload && outdated() {
+		w.log.Print("hb was replaced; the next worker runs the new one")
+		w.retire()
+	}
 }
 
 func (w *worker) perform(ctx context.Context, op Op) (Response, error) {

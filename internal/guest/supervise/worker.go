@@ -29,6 +29,8 @@ type worker struct {
 	door  *door.Door
 
 	rewiring sync.Mutex
+	// retire ends this worker, so that the guardian starts the next one.
+	retire context.CancelFunc
 }
 
 // ErrAnotherWorker means that a worker serves this box already.
@@ -36,6 +38,8 @@ var ErrAnotherWorker = errors.New("another supervisor serves this box")
 
 // Worker keeps the box going until ctx ends, then stops Executor gracefully.
 func Worker(ctx context.Context, l layout.Layout, logger *log.Logger) error {
+	ctx, retire := context.WithCancel(ctx)
+	defer retire()
 	if err := os.MkdirAll(l.Run(), 0o700); err != nil {
 		return fmt.Errorf("worker: %w", err)
 	}
@@ -62,7 +66,7 @@ func Worker(ctx context.Context, l layout.Layout, logger *log.Logger) error {
 	if l.Real() {
 		gid = layout.AgentGID
 	}
-	w := &worker{l: l, ports: PortsOf(l), log: logger}
+	w := &worker{l: l, ports: PortsOf(l), log: logger, retire: retire}
 	w.exec = newExecutor(l, w.ports, logger, &rotatingLog{path: l.ExecutorLog(), maxSize: logFileSize, gid: gid, now: time.Now})
 	w.door = door.New(door.Config{Tokens: tokens, BoxName: w.exec.boxName, Upstream: w.exec.upstream, Now: time.Now})
 	w.exec.onHealthy = func(s layout.Settings) { w.rewire(ctx, s, tokens.Agent) }
@@ -85,6 +89,20 @@ func Worker(ctx context.Context, l layout.Layout, logger *log.Logger) error {
 	_ = control.Close() // status answers to nobody from here
 	running.Wait()
 	return nil
+}
+
+// outdated reports whether hb was replaced since this worker started.
+func outdated() bool {
+	path, err := os.Executable()
+	if err != nil {
+		return false
+	}
+	running, err := os.Stat("/proc/self/exe")
+	if err != nil {
+		return false
+	}
+	installed, err := os.Stat(path)
+	return err == nil && !os.SameFile(running, installed)
 }
 
 // lockWorker makes this worker the only one. The descriptor is close-on-exec,
