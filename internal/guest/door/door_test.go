@@ -261,7 +261,7 @@ func TestTicketsAndSessions(t *testing.T) {
 	if got := s.raw("GET", "/?_token="+operatorToken, host).StatusCode; got != 303 {
 		t.Errorf("the operator token of a headless host: %d", got)
 	}
-	for _, bad := range []string{"", "x", agentToken, strings.Repeat("0", 64), s.door.NewTicket() + "&_token=" + s.door.NewTicket()} {
+	for _, bad := range []string{"", "x", agentToken, strings.Repeat("9", 64), s.door.NewTicket() + "&_token=" + s.door.NewTicket()} {
 		if got := s.raw("GET", "/?_token="+bad, host).StatusCode; got != 401 {
 			t.Errorf("ticket %q: %d", bad, got)
 		}
