@@ -29,7 +29,7 @@ type guest struct {
 // GuestError is hb's own word of what went wrong inside the box.
 type GuestError struct {
 	Text string // escaped
-	Fix  string // a command, escaped; may be ""
+	Fix  string // a command of this host; may be ""
 }
 
 func (e *GuestError) Error() string { return e.Text }
@@ -232,7 +232,7 @@ func (g guest) provision(ctx context.Context, req wire.ProvisionRequest, mu *mut
 	case result.err != nil:
 		return fmt.Errorf("hb provision ended with %d: %w", code, result.err)
 	case result.event.Error != "":
-		return &GuestError{Text: wire.Printable(result.event.Error), Fix: wire.Printable(result.event.Hint)}
+		return guestError(g.name, result.event.Error, result.event.Hint)
 	case code != 0:
 		return fmt.Errorf("hb provision ended with %d after reporting success", code)
 	}

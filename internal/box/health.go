@@ -61,7 +61,7 @@ func (m *Manager) examineInside(ctx context.Context, drv vm.Driver, rec Record) 
 	repair := "box repair " + rec.Name
 	hello, err := g.hello(ctx)
 	if err != nil {
-		return []wire.Check{{ID: "hb", Status: wire.Fail, Summary: "hb in the box does not answer as it should", Evidence: err.Error(), Fix: repair}}, false
+		return []wire.Check{{ID: "hb", Status: wire.Fail, Summary: "hb in the box does not answer as it should", Evidence: wire.Printable(err.Error()), Fix: repair}}, false
 	}
 	c := wire.Check{ID: "hb", Status: wire.Pass, Summary: "hb " + wire.Printable(hello.Version), Evidence: fmt.Sprintf("protocol %d, %s", hello.Protocol, wire.Printable(hello.Arch))}
 	if hello.Version != m.opts.Version {
@@ -79,14 +79,14 @@ func (m *Manager) examineInside(ctx context.Context, drv vm.Driver, rec Record) 
 		return append(checks, wire.Check{ID: "guest", Status: wire.Fail, Summary: "the doctor inside the box gave no report", Evidence: wire.Printable(err.Error()), Fix: repair}), hello.Paused
 	}
 	for _, in := range report.Checks {
-		checks = append(checks, sanitize(in))
+		checks = append(checks, sanitize(rec.Name, in))
 	}
 	return checks, hello.Paused
 }
 
 // sanitize makes a guest's check safe to show. A status that is none of ours
 // is a fault.
-func sanitize(c wire.Check) wire.Check {
+func sanitize(name string, c wire.Check) wire.Check {
 	switch c.Status {
 	case wire.Pass, wire.Fail, wire.Skip, wire.Info:
 	default:
@@ -95,7 +95,7 @@ func sanitize(c wire.Check) wire.Check {
 	}
 	return wire.Check{
 		ID: wire.Printable(c.ID), Status: c.Status, Summary: wire.Printable(c.Summary),
-		Evidence: wire.Printable(c.Evidence), Fix: wire.Printable(c.Fix),
+		Evidence: wire.Printable(c.Evidence), Fix: adviceText(name, c.Fix),
 	}
 }
 

@@ -15,6 +15,8 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+
+	"hermes-box-lite/internal/vm"
 )
 
 // Home is where everything of this user's boxes is kept.
@@ -67,6 +69,18 @@ func CheckName(name string) error {
 	}
 	return nil
 }
+
+// GoneError says that the machine of a recorded box is certainly not there.
+type GoneError struct{ Name, Driver string }
+
+func (e *GoneError) Error() string {
+	return fmt.Sprintf("the machine of %s is gone: the %s driver has none of that name", e.Name, e.Driver)
+}
+
+func (e *GoneError) Unwrap() error { return vm.ErrNotFound }
+
+// Hint forgets the record.
+func (e *GoneError) Hint() string { return "box rm " + e.Name }
 
 // Sentinels on which callers branch.
 var (

@@ -66,6 +66,9 @@ func (m *Manager) inspect(ctx context.Context, rec Record) (vm.Driver, vm.Machin
 		return nil, vm.Machine{}, err
 	}
 	machine, err := drv.Inspect(ctx, rec.Name)
+	if errors.Is(err, vm.ErrNotFound) {
+		return nil, vm.Machine{}, &GoneError{rec.Name, rec.Driver}
+	}
 	if err != nil {
 		return nil, vm.Machine{}, fmt.Errorf("ask the %s driver for %s: %w", rec.Driver, rec.Name, err)
 	}
@@ -88,7 +91,7 @@ func (m *Manager) Stop(ctx context.Context, name string) (err error) {
 		return err
 	}
 	if machine.State == vm.Stopped {
-		return nil
+		return mu.complete() // also for a stop that was interrupted
 	}
 	if err := mu.enter("stop"); err != nil {
 		return err
@@ -213,9 +216,6 @@ type Status struct {
 	Note        string
 }
 
-// asked bounds what ls waits for an engine, which may hang.
-const asked = 15 * time.Second
-
 // List describes all boxes, and with all also the engines' other machines.
 // It never locks and never starts anything; an engine that does not answer
 // makes its boxes unknown.
@@ -258,7 +258,8 @@ func (m *Manager) List(ctx context.Context, all bool, engines []string) ([]Statu
 }
 
 func (m *Manager) listEngine(ctx context.Context, engine string, recs []Record, all bool) []Status {
-	ctx, cancel := context.WithTimeout(ctx, asked)
+	ctx, cancel := context.WithTimeoutCause(ctx, m.opts.Deadlines.List,
+		fmt.Errorf("the engine did not answer within %s", m.opts.Deadlines.List))
 	defer cancel()
 	machines := map[string]vm.Machine{}
 	drv, err := m.opts.Driver(ctx, engine)
@@ -272,7 +273,18 @@ func (m *Manager) listEngine(ctx context.Context, engine string, recs []Record, 
 	var list []Status
 	for _, rec := range recs {
 		machine, known := machines[rec.Name]
-		list = append(list, m.statusOf(rec, machine, known, err))
+		answer := err
+		if !known && err == nil {
+			// A list may be short; only Inspect is certain.
+			machine, answer = drv.Inspect(ctx, rec.Name)
+			known = answer == nil
+			if errors.Is(answer, vm.ErrNotFound) {
+				answer = nil
+			}
+		}
+		if s, still := m.statusOf(rec, machine, known, answer); still {
+			list = append(list, s)
+		}
 		if machine.OwnerID == rec.OwnerID {
 			delete(machines, rec.Name)
 		}
@@ -288,9 +300,14 @@ func (m *Manager) listEngine(ctx context.Context, engine string, recs []Record, 
 	return list
 }
 
-func (m *Manager) statusOf(rec Record, machine vm.Machine, known bool, listErr error) Status {
-	s := Status{Name: rec.Name, Driver: rec.Driver, Isolation: rec.Isolation, State: "unknown", ExecutorURL: executorURL(rec)}
-	held, lockErr := m.home.locked(rec.Name)
+// statusOf describes a box; still is false for one that was removed while the
+// engine was asked.
+func (m *Manager) statusOf(rec Record, machine vm.Machine, known bool, listErr error) (s Status, still bool) {
+	rec, held, lockErr := m.settled(rec)
+	if errors.Is(lockErr, ErrNotFound) {
+		return Status{}, false
+	}
+	s = Status{Name: rec.Name, Driver: rec.Driver, Isolation: rec.Isolation, State: "unknown", ExecutorURL: executorURL(rec)}
 	switch {
 	case listErr != nil:
 		s.Note = listErr.Error()
@@ -316,7 +333,23 @@ func (m *Manager) statusOf(rec Record, machine vm.Machine, known bool, listErr e
 	case op != nil && s.Note == "":
 		s.Note = fmt.Sprintf("interrupted while `box %s` (%s): run `box %s %s` again", op.Verb, op.Step, op.Verb, rec.Name)
 	}
-	return s
+	return s, true
+}
+
+// settled reads a record and its lock so that they belong together: a
+// mutation that ends between two looks must not seem interrupted.
+func (m *Manager) settled(rec Record) (Record, bool, error) {
+	for {
+		held, err := m.home.locked(rec.Name)
+		if err != nil || held {
+			return rec, held, err
+		}
+		now, err := m.registry.get(rec.Name)
+		if err != nil || now.sameState(rec) {
+			return rec, false, err
+		}
+		rec = now
+	}
 }
 
 // executorURL is the address of the box's UI. The host name, and not the

@@ -35,6 +35,24 @@ type Options struct {
 	Report Reporter
 	Output io.Writer // sees the raw output of what runs in the guest; may be nil
 	Now    func() time.Time
+	// Deadlines are the built-in ones where they are zero.
+	Deadlines Deadlines
+}
+
+// Deadlines bound the waiting for an engine, which may hang.
+type Deadlines struct {
+	List    time.Duration // of `box ls`
+	Cleanup time.Duration // of what is done after the user has given up waiting
+}
+
+func (d Deadlines) withDefaults() Deadlines {
+	if d.List == 0 {
+		d.List = 15 * time.Second
+	}
+	if d.Cleanup == 0 {
+		d.Cleanup = 2 * time.Minute
+	}
+	return d
 }
 
 // Manager runs the life of boxes.
@@ -47,11 +65,9 @@ type Manager struct {
 
 // NewManager returns a Manager; it touches nothing yet.
 func NewManager(o Options) *Manager {
+	o.Deadlines = o.Deadlines.withDefaults()
 	return &Manager{home: o.Home, registry: registry{o.Home}, config: o.Config, opts: o}
 }
-
-// cleanupTime bounds what is done after the user has given up waiting.
-const cleanupTime = 2 * time.Minute
 
 // StepError says at which step a command failed and where its evidence is.
 type StepError struct {
@@ -88,6 +104,10 @@ type mutation struct {
 	lock *lock
 	log  *transcript
 	step string
+	// began is when this mutation was first journalled; earlier is what the
+	// journal held before, the trace of an interrupted mutation.
+	began   time.Time
+	earlier *Operation
 }
 
 // begin locks the box and opens the transcript.
@@ -126,6 +146,7 @@ func (m *Manager) beginExisting(name, verb string) (*mutation, error) {
 		mu.end(nil)
 		return nil, err
 	}
+	mu.earlier = mu.rec.Operation
 	return mu, nil
 }
 
@@ -137,11 +158,10 @@ func (mu *mutation) enter(step string) error {
 	if mu.rec.OwnerID == "" {
 		return nil // nothing to attribute yet
 	}
-	started := mu.m.opts.Now().UTC()
-	if mu.rec.Operation != nil {
-		started = mu.rec.Operation.Started
+	if mu.began.IsZero() {
+		mu.began = mu.m.opts.Now().UTC()
 	}
-	mu.rec.Operation = &Operation{Verb: mu.verb, Step: step, Started: started}
+	mu.rec.Operation = &Operation{Verb: mu.verb, Step: step, Started: mu.began}
 	return mu.m.registry.put(mu.rec)
 }
 
@@ -155,18 +175,26 @@ func (mu *mutation) warn(text string) {
 	mu.log.line("warning %s", text)
 }
 
-// complete clears the journal: the mutation reached its end.
+// complete clears the journal: the mutation reached its end. Starting and
+// stopping do not heal what another verb left half done, so its trace stays.
 func (mu *mutation) complete() error {
 	mu.rec.Operation = nil
+	if was := mu.earlier; was != nil && trivial(mu.verb) && !trivial(was.Verb) {
+		mu.rec.Operation = was
+	}
 	return mu.m.registry.put(mu.rec)
 }
 
-// end releases the lock. A failure keeps the transcript and names the step.
+// trivial verbs only move a box between running and stopped.
+func trivial(verb string) bool { return verb == "start" || verb == "stop" }
+
+// end releases the lock. A failure at a step keeps the transcript and names
+// the step.
 func (mu *mutation) end(err error) error {
 	if err != nil {
 		mu.log.line("error %v", err)
 	}
-	path := mu.log.close(err != nil)
+	path := mu.log.close(err != nil && mu.step != "")
 	if _, getErr := mu.m.registry.get(mu.name()); errors.Is(getErr, ErrNotFound) {
 		mu.lock.discard()
 	} else {
@@ -188,13 +216,30 @@ func (m *Manager) driver(ctx context.Context, rec Record) (vm.Driver, error) {
 // dispose removes the machine of a record and then the record, in this order
 // and only when absence is certain. It does not stop when ctx ends.
 func (m *Manager) dispose(ctx context.Context, drv vm.Driver, rec Record) error {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanupTime)
+	ctx, cancel := context.WithTimeoutCause(context.WithoutCancel(ctx), m.opts.Deadlines.Cleanup,
+		fmt.Errorf("the engine did not finish within %s", m.opts.Deadlines.Cleanup))
 	defer cancel()
 	err := drv.Delete(ctx, rec.Name, rec.OwnerID)
-	if err != nil && !errors.Is(err, vm.ErrNotFound) {
+	if err == nil || errors.Is(err, vm.ErrNotFound) {
+		// An engine's word that it deleted something is not yet its word that
+		// nothing is there.
+		err = verifiedAbsent(ctx, drv, rec.Name)
+	}
+	if err != nil {
 		return &CleanupError{Name: rec.Name, Driver: rec.Driver, Err: err}
 	}
 	return m.registry.remove(rec.Name)
+}
+
+func verifiedAbsent(ctx context.Context, drv vm.Driver, name string) error {
+	_, err := drv.Inspect(ctx, name)
+	switch {
+	case errors.Is(err, vm.ErrNotFound):
+		return nil
+	case err != nil:
+		return fmt.Errorf("make sure that it is gone: %w", err)
+	}
+	return fmt.Errorf("the %s driver reports it deleted, and still shows it", drv.Name())
 }
 
 func newOwnerID() string {

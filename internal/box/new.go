@@ -33,6 +33,9 @@ func (m *Manager) New(ctx context.Context, name string, o NewOptions) (report wi
 	if err := mu.enter("check"); err != nil {
 		return wire.Report{}, err
 	}
+	if _, err := extraCAs(m.config.ExtraCAFile); err != nil {
+		return wire.Report{}, err // found now, not after the machine was made
+	}
 	if err := m.clearTheWay(ctx, mu); err != nil {
 		return wire.Report{}, err
 	}
@@ -161,7 +164,7 @@ func (m *Manager) record(ctx context.Context, mu *mutation, taken map[int]bool) 
 // rollback removes the machine that this call made, unless it is to be kept.
 func (m *Manager) rollback(ctx context.Context, mu *mutation, drv vm.Driver, o NewOptions, cause error) error {
 	mu.log.line("error %v", cause)
-	if o.KeepOnFailure {
+	if o.KeepOnFailure && m.isThere(ctx, drv, mu.rec) {
 		mu.warn("the machine was kept: `box enter " + mu.rec.Name + "` looks at it, `box rm " + mu.rec.Name + "` removes it")
 		return cause
 	}
@@ -175,6 +178,18 @@ func (m *Manager) rollback(ctx context.Context, mu *mutation, drv vm.Driver, o N
 	}
 	mu.step = failed
 	return errors.Join(cause, err)
+}
+
+// isThere reports whether the machine of a record may be there. One that was
+// never made, or lost its name to a foreign one, leaves nothing to look at.
+func (m *Manager) isThere(ctx context.Context, drv vm.Driver, rec Record) bool {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), m.opts.Deadlines.Cleanup)
+	defer cancel()
+	machine, err := drv.Inspect(ctx, rec.Name)
+	if err != nil {
+		return !errors.Is(err, vm.ErrNotFound)
+	}
+	return machine.OwnerID == rec.OwnerID
 }
 
 // bringUp takes a started machine to a healthy box.

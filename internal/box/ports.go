@@ -2,6 +2,7 @@ package box
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"strconv"
@@ -39,6 +40,9 @@ func (m *Manager) reservePort(ctx context.Context, rec *Record, avoid map[int]bo
 			continue
 		}
 		other, err := m.registry.get(name)
+		if errors.Is(err, ErrNotFound) {
+			continue // removed meanwhile
+		}
 		if err != nil {
 			return fmt.Errorf("find a free port: %w", err)
 		}

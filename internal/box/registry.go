@@ -42,6 +42,14 @@ type Record struct {
 	Created    time.Time  `json:"created"` // UTC
 }
 
+// sameState reports whether nothing was done to the box between two readings.
+func (r Record) sameState(other Record) bool {
+	if (r.Operation == nil) != (other.Operation == nil) {
+		return false
+	}
+	return r.OwnerID == other.OwnerID && r.Phase == other.Phase && (r.Operation == nil || *r.Operation == *other.Operation)
+}
+
 // Operation is one line of a record's journal.
 type Operation struct {
 	Verb    string    `json:"verb"`

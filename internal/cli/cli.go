@@ -49,6 +49,8 @@ type Program struct {
 	Drivers map[string]func(config.Config) vm.Driver
 	// HB replaces the embedded hb binary; for tests.
 	HB func() ([]byte, error)
+	// Deadlines replaces those of package box where it is not zero; for tests.
+	Deadlines box.Deadlines
 }
 
 // signalError is the cause of a context that a signal ended.
@@ -142,16 +144,17 @@ func (a *app) conclude(ctx context.Context, err error) int {
 	var usage *usageError
 	var name *box.NameError
 	var locked *box.LockedError
+	var setting *config.Error
 	switch {
 	case errors.As(err, &cleanup):
 		return exitCleanup
 	case errors.As(context.Cause(ctx), &sig):
 		return exitSignal + int(sig.sig)
-	case errors.As(err, &usage), errors.As(err, &name):
+	case errors.As(err, &usage), errors.As(err, &name), errors.As(err, &setting):
 		return exitUsage
 	case errors.Is(err, box.ErrUnhealthy), errors.Is(err, box.ErrNotRunning):
 		return exitUnhealthy
-	case errors.Is(err, box.ErrNotFound):
+	case errors.Is(err, box.ErrNotFound), errors.Is(err, vm.ErrNotFound):
 		return exitNotFound
 	case errors.As(err, &locked):
 		return exitLocked
@@ -255,7 +258,7 @@ func (a *app) manager() (*box.Manager, box.Home, error) {
 		output = a.term
 	}
 	return box.NewManager(box.Options{
-		Home: h, Config: cfg, Version: a.Version, HB: a.HB, Report: a.term, Output: output, Now: time.Now,
+		Home: h, Config: cfg, Version: a.Version, HB: a.HB, Report: a.term, Output: output, Now: time.Now, Deadlines: a.Deadlines,
 		Driver: func(ctx context.Context, name string) (vm.Driver, error) { return a.driver(ctx, cfg, name) },
 		Base: func(ctx context.Context, image string, note func(string)) (vm.Base, error) {
 			return store.Prepare(ctx, image, filepath.Dir(h.ConfigFile()), note)

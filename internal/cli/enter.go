@@ -62,6 +62,9 @@ func (a *app) enter(ctx context.Context, name string, command []string) (int, er
 	if err != nil {
 		return 0, err
 	}
+	if _, err := m.Lookup(name); err != nil {
+		return 0, err
+	}
 	if len(command) == 0 && !a.term.interactive() {
 		return 0, hinted{fmt.Errorf("enter %s: %w", name, errNotAsked), "box enter " + name + " -- true"}
 	}

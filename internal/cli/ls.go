@@ -93,14 +93,14 @@ func (a *app) printListing(list listing) error {
 		if b.LastBackup != nil {
 			backup = age(time.Since(b.LastBackup.Time)) + " ago"
 		}
-		_, _ = fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", b.Name, b.State, orDash(b.Isolation), orDash(b.ExecutorURL), backup)
+		_, _ = fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", wire.Printable(b.Name), b.State, orDash(wire.Printable(b.Isolation)), orDash(b.ExecutorURL), backup)
 	}
 	if err := w.Flush(); err != nil {
 		return err
 	}
 	for _, b := range list.Boxes {
 		if b.Note != "" {
-			a.term.say(b.Name + ": " + b.Note)
+			a.term.say(wire.Printable(b.Name) + ": " + b.Note)
 		}
 	}
 	return nil

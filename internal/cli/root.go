@@ -33,6 +33,16 @@ survives stop, start and repair.`,
 		a.newCommand(), a.lsCommand(), a.enterCommand(), a.openCommand(), a.startCommand(), a.stopCommand(),
 		a.doctorCommand(), a.repairCommand(), a.rmCommand(), configTopic(), exitTopic(),
 	)
+	root.InitDefaultHelpCmd()
+	root.InitDefaultCompletionCmd()
+	for _, cmd := range root.Commands() {
+		switch cmd.Name() {
+		case "help":
+			refuseUnknownTopic(cmd)
+		case "completion":
+			completeCompletion(cmd)
+		}
+	}
 	markUsage(root)
 	return root
 }
@@ -49,6 +59,26 @@ func markUsage(cmd *cobra.Command) {
 	}
 	for _, sub := range cmd.Commands() {
 		markUsage(sub)
+	}
+}
+
+// refuseUnknownTopic: cobra's own help prints the usage and exits with 0.
+func refuseUnknownTopic(help *cobra.Command) {
+	help.Args = func(cmd *cobra.Command, args []string) error {
+		if found, rest, err := cmd.Root().Find(args); err != nil || found == nil || len(rest) > 0 {
+			return fmt.Errorf("help: there is no command %q", strings.Join(args, " "))
+		}
+		return nil
+	}
+}
+
+// completeCompletion adds what cobra's own command for completions lacks: an
+// example for each shell, and refusal of a shell that is none.
+func completeCompletion(completion *cobra.Command) {
+	completion.Example = "  source <(box completion bash)"
+	completion.RunE = func(cmd *cobra.Command, _ []string) error { return cmd.Help() }
+	for _, shell := range completion.Commands() {
+		shell.Example = "  box completion " + shell.Name()
 	}
 }
 
@@ -96,9 +126,9 @@ func exitTopic() *cobra.Command {
 		Short: "What the exit codes mean",
 		Long: fmt.Sprintf(`%3d  done
 %3d  failed
-%3d  wrong usage
+%3d  wrong usage, or a fault in box.env
 %3d  the box is unhealthy or not running
-%3d  no such box
+%3d  no such box, or its machine is gone
 %3d  another command is changing the box
 %3d  cleanup incomplete: something may be left, a person must act
 %3d  (enter -- CMD only) box itself failed; other codes are CMD's own

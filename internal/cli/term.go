@@ -128,7 +128,9 @@ func (t *terminal) done() {
 
 // fail prints an error and its hints, each once.
 func (t *terminal) fail(err error, hints []string) {
-	_, _ = fmt.Fprintf(t.stderr, "box: %s\n", strings.ReplaceAll(strings.TrimSpace(err.Error()), "\n", "\nbox: "))
+	for line := range strings.Lines(strings.TrimSpace(err.Error())) {
+		_, _ = fmt.Fprintf(t.stderr, "box: %s\n", wire.Printable(strings.TrimRight(line, "\n")))
+	}
 	seen := map[string]bool{}
 	for _, h := range hints {
 		if !seen[h] {

@@ -32,6 +32,12 @@ func agent(ctx context.Context, r *run) error {
 	} else if err := os.MkdirAll(r.l.Path("/data/home"), 0o755); err != nil {
 		return err
 	}
+	// In a directory of the fake driver no user is switched: whoever runs this
+	// is the agent.
+	uid, gid := layout.AgentUID, layout.AgentGID
+	if !r.l.Real() {
+		uid, gid = os.Geteuid(), os.Getegid()
+	}
 	for _, d := range []struct {
 		path     string
 		mode     os.FileMode
@@ -39,7 +45,7 @@ func agent(ctx context.Context, r *run) error {
 	}{
 		{r.l.Data(), 0o755, 0, 0},
 		{r.l.Path("/data/home"), 0o755, 0, 0},
-		{r.l.Home(), 0o700, layout.AgentUID, layout.AgentGID},
+		{r.l.Home(), 0o700, uid, gid},
 		{r.l.Secrets(), 0o700, 0, 0},
 	} {
 		changed, err := directory(d.path, d.mode, d.uid, d.gid)

@@ -62,6 +62,9 @@ type record struct {
 	Workload bool   `json:"workload"` // it has a supervisor, waiting for hb
 	PID      int    `json:"pid"`      // of the main process; 0 = stopped
 	Started  string `json:"started"`  // its start time, in the kernel's ticks
+	// Ports that only hb in this machine uses; a real machine has its own.
+	DoorPort     string `json:"door_port"`
+	ExecutorPort string `json:"executor_port"`
 }
 
 func (d *Driver) machineDir(name string) string { return filepath.Join(d.dir, "machines", name) }
@@ -319,7 +322,11 @@ func (d *Driver) Start(ctx context.Context, name string) error {
 			script = `hb="$HB_ROOT/opt/hermes-box/bin/hb"; until [ -x "$hb" ]; do sleep 0.05; done; exec "$hb" supervise`
 		}
 		cmd := exec.Command("/bin/sh", "-c", script)
-		cmd.Env = append(d.env(name, ""), "HB_DOOR_ADDR="+net.JoinHostPort("127.0.0.1", strconv.Itoa(r.HostPort)), "HB_EXECUTOR_PORT="+freePort())
+		r.DoorPort, r.ExecutorPort = strconv.Itoa(r.HostPort), freePort()
+		if r.HostPort == 0 {
+			r.DoorPort = freePort()
+		}
+		cmd.Env = d.env(r, "")
 		cmd.Dir = d.Root(name)
 		cmd.Stdout, cmd.Stderr = console, console
 		cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
@@ -341,11 +348,12 @@ func freePort() string {
 	return strconv.Itoa(l.Addr().(*net.TCPAddr).Port)
 }
 
-func (d *Driver) env(name, term string) []string {
-	root := d.Root(name)
+func (d *Driver) env(r record, term string) []string {
+	root := d.Root(r.Name)
 	env := []string{
 		"HB_ROOT=" + root, "HOME=" + filepath.Join(root, "data/home/agent"), "LANG=C.UTF-8",
 		"PATH=" + filepath.Join(root, "usr/local/bin") + ":" + os.Getenv("PATH"),
+		"HB_DOOR_ADDR=" + net.JoinHostPort("127.0.0.1", r.DoorPort), "HB_EXECUTOR_PORT=" + r.ExecutorPort,
 	}
 	if term != "" {
 		env = append(env, "TERM="+term)
@@ -464,7 +472,7 @@ func (d *Driver) Exec(ctx context.Context, name string, c vm.Command) (code int,
 		if !alive(r) {
 			return fmt.Errorf("fake machine %s: %w", name, vm.ErrNotRunning)
 		}
-		code, err = d.exec(ctx, name, c)
+		code, err = d.exec(ctx, r, c)
 		return err
 	}
 	point := "exec"
@@ -475,9 +483,9 @@ func (d *Driver) Exec(ctx context.Context, name string, c vm.Command) (code int,
 	return code, err
 }
 
-func (d *Driver) exec(ctx context.Context, name string, c vm.Command) (int, error) {
+func (d *Driver) exec(ctx context.Context, r record, c vm.Command) (int, error) {
 	argv := c.Argv
-	if inside := d.Root(name) + argv[0]; filepath.IsAbs(argv[0]) {
+	if inside := d.Root(r.Name) + argv[0]; filepath.IsAbs(argv[0]) {
 		if _, err := os.Stat(inside); err == nil {
 			argv = append([]string{inside}, argv[1:]...)
 		}
@@ -488,8 +496,8 @@ func (d *Driver) exec(ctx context.Context, name string, c vm.Command) (int, erro
 	}
 	// The shell turns the end by a signal into 128+n.
 	cmd := exec.Command("/bin/sh", append([]string{"-c", `"$@"; exit $?`, "sh"}, argv...)...)
-	cmd.Env = d.env(name, term)
-	cmd.Dir = d.Root(name)
+	cmd.Env = d.env(r, term)
+	cmd.Dir = d.Root(r.Name)
 	if c.TTY == nil {
 		cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	}
