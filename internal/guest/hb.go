@@ -144,6 +144,9 @@ func verb(use, short, long string, args cobra.PositionalArgs, run func(cmd *cobr
 // sudo.
 func (a *app) asRoot(run func(ctx context.Context) error) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, _ []string) error {
+		if err := a.mustBeInBox(); err != nil {
+			return err
+		}
 		if !a.layout.Real() || os.Geteuid() == 0 {
 			return run(cmd.Context())
 		}
@@ -167,8 +170,27 @@ func (a *app) mustBeRoot(run func(ctx context.Context) error) func(*cobra.Comman
 		if a.layout.Real() && os.Geteuid() != 0 {
 			return errors.New("this verb is the host's and needs root")
 		}
+		if err := a.mustBeInBox(); err != nil {
+			return err
+		}
 		return run(cmd.Context())
 	}
+}
+
+// mustBeInBox keeps hb from changing a machine that is no box: what it does to
+// packages, users and files is meant for a system that can be thrown away.
+func (a *app) mustBeInBox() error {
+	if !a.layout.Real() {
+		return nil
+	}
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	if self != wire.HBPath {
+		return fmt.Errorf("this is %s and not %s: hb works inside a box only", self, wire.HBPath)
+	}
+	return nil
 }
 
 func (a *app) printf(format string, args ...any) error {
