@@ -1,0 +1,291 @@
+//go:build e2e && linux
+
+package e2e
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/modelcontextprotocol/go-sdk/mcp"
+
+	"hermes-box-lite/internal/wire"
+)
+
+// TestDoor speaks with the real Executor through the forwarded port, with the
+// official MCP SDK as a client that shares no code with ours.
+func TestDoor(t *testing.T) {
+	h := newHome(t, nil)
+	name := h.create("door")
+	agent, operator := h.token(name, "agent"), h.token(name, "operator")
+	address := "127.0.0.1:" + strconv.Itoa(h.record(name).HostPort)
+
+	t.Run("an independent client", func(t *testing.T) { independentClient(t, address, agent) })
+	t.Run("who may what", func(t *testing.T) { whoMayWhat(t, name, address, agent, operator) })
+	t.Run("streams", func(t *testing.T) { streams(t, address, agent) })
+	h.within(t, "Executor's own port", func(t *testing.T) {
+		for _, token := range []string{agent, operator} {
+			// On standard input, so that the tokens are in no command line.
+			r := h.pipe(strings.NewReader("header = \"Authorization: Bearer "+token+"\"\n"), "enter", name, "--",
+				"curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", "-K", "-", "http://127.0.0.1:4787/api/integrations")
+			if r.code != 0 || r.stdout != "401" {
+				t.Errorf("a token of the door at Executor itself: %s", r)
+			}
+		}
+	})
+	h.within(t, "a stranger on the port", func(t *testing.T) { strangerOnThePort(t, h, name, address) })
+}
+
+// bearer adds a token to every request.
+type bearer struct{ token string }
+
+func (b bearer) RoundTrip(r *http.Request) (*http.Response, error) {
+	r = r.Clone(r.Context())
+	r.Header.Set("Authorization", "Bearer "+b.token)
+	return http.DefaultTransport.RoundTrip(r)
+}
+
+func independentClient(t *testing.T, address, token string) {
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	defer cancel()
+	client := mcp.NewClient(&mcp.Implementation{Name: "e2e", Version: "1.0.0"}, nil)
+	session, err := client.Connect(ctx, &mcp.StreamableClientTransport{
+		Endpoint: "http://" + address + "/mcp", HTTPClient: &http.Client{Transport: bearer{token}},
+	}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := session.Close(); err != nil {
+			t.Errorf("close the session: %v", err)
+		}
+	}()
+	if got := session.InitializeResult().ServerInfo.Name; got != "executor" {
+		t.Errorf("the server is called %q", got)
+	}
+	tools, err := session.ListTools(ctx, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	found := false
+	for _, tool := range tools.Tools {
+		found = found || tool.Name == "execute"
+	}
+	if !found {
+		t.Errorf("no tool execute among %d", len(tools.Tools))
+	}
+	answer, err := session.CallTool(ctx, &mcp.CallToolParams{Name: "execute", Arguments: map[string]any{"code": "return 6*7;"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var text strings.Builder
+	for _, c := range answer.Content {
+		if piece, ok := c.(*mcp.TextContent); ok {
+			text.WriteString(piece.Text)
+		}
+	}
+	if answer.IsError || text.String() != "42" {
+		t.Errorf("execute answered %q (error: %v)", text.String(), answer.IsError)
+	}
+	wrong, err := client.Connect(ctx, &mcp.StreamableClientTransport{
+		Endpoint: "http://" + address + "/mcp", HTTPClient: &http.Client{Transport: bearer{strings.Repeat("0", 64)}}, MaxRetries: -1,
+	}, nil)
+	if err == nil {
+		_ = wrong.Close()
+		t.Error("a wrong token was let in")
+	}
+}
+
+func whoMayWhat(t *testing.T, name, address, agent, operator string) {
+	const initialize = `{"jsonrpc":"2.0","id":1,"method":"initialize","params":{"protocolVersion":"2025-06-18","capabilities":{},"clientInfo":{"name":"e2e","version":"1"}}}`
+	_, port, _ := net.SplitHostPort(address)
+	for _, c := range []struct {
+		what, path, token, host, origin string
+		want                            int
+	}{
+		{"the agent at /mcp", "/mcp", agent, "", "", 200},
+		{"the agent under the box's name", "/mcp", agent, name + ".localhost:" + port, "", 200},
+		{"the agent from the box's own page", "/mcp", agent, "", "http://" + address, 200},
+		{"nobody at /mcp", "/mcp", "", "", "", 401},
+		{"a wrong token at /mcp", "/mcp", strings.Repeat("a", 64), "", "", 401},
+		{"the agent at the API", "/api/integrations", agent, "", "", 401},
+		{"the agent at the page", "/", agent, "", "", 401},
+		{"the agent beside /mcp", "/mcpx", agent, "", "", 401},
+		{"the agent through dots", "/mcp/../api/integrations", agent, "", "", 401},
+		{"the agent through escaped dots", "/mcp/%2e%2e/api/integrations", agent, "", "", 401},
+		{"the operator at the API", "/api/integrations", operator, "", "", 200},
+		{"the operator at the page", "/", operator, "", "", 200},
+		{"another site", "/mcp", agent, "", "http://evil.example", 401},
+		{"no origin at all", "/mcp", agent, "", "null", 401},
+		{"another box's page", "/mcp", agent, name + ".localhost:" + port, "http://other.localhost:" + port, 401},
+		{"a rebound name", "/mcp", agent, "evil.example:" + port, "", 401},
+		{"another box's name", "/mcp", operator, "other.localhost:" + port, "", 401},
+		{"the operator under a rebound name", "/api/integrations", operator, "evil.example", "", 401},
+	} {
+		t.Run(c.what, func(t *testing.T) {
+			method, body := http.MethodGet, ""
+			if strings.HasPrefix(c.path, "/mcp") {
+				method, body = http.MethodPost, initialize
+			}
+			req, err := http.NewRequest(method, "http://"+address+"/", strings.NewReader(body))
+			if err != nil {
+				t.Fatal(err)
+			}
+			req.URL.Opaque = c.path // as it is, without cleaning
+			req.Header.Set("Content-Type", "application/json")
+			req.Header.Set("Accept", "application/json, text/event-stream")
+			if c.token != "" {
+				req.Header.Set("Authorization", "Bearer "+c.token)
+			}
+			if c.host != "" {
+				req.Host = c.host
+			}
+			if c.origin != "" {
+				req.Header.Set("Origin", c.origin)
+			}
+			resp, err := http.DefaultTransport.RoundTrip(req)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer func() { _ = resp.Body.Close() }()
+			data, _ := io.ReadAll(io.LimitReader(resp.Body, 1<<20))
+			if resp.StatusCode != c.want {
+				t.Errorf("status %d, want %d: %.200s", resp.StatusCode, c.want, data)
+			}
+			if c.want == 401 && !strings.HasPrefix(resp.Header.Get("WWW-Authenticate"), `Bearer realm="executor"`) {
+				t.Errorf("the challenge is %q", resp.Header.Get("WWW-Authenticate"))
+			}
+		})
+	}
+}
+
+// streams opens the server's event stream of a session, which must stay open,
+// and whose header must arrive although no event does.
+func streams(t *testing.T, address, token string) {
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	do := func(method, session, body string) *http.Response {
+		t.Helper()
+		req, err := http.NewRequestWithContext(ctx, method, "http://"+address+"/mcp", strings.NewReader(body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		req.Header.Set("Authorization", "Bearer "+token)
+		req.Header.Set("Content-Type", "application/json")
+		req.Header.Set("Accept", "application/json, text/event-stream")
+		if method == http.MethodGet {
+			req.Header.Set("Accept", "text/event-stream")
+		}
+		if session != "" {
+			req.Header.Set("Mcp-Session-Id", session)
+			req.Header.Set("MCP-Protocol-Version", "2025-06-18")
+		}
+		header := make(chan struct{})
+		defer close(header)
+		go func() {
+			select {
+			case <-header:
+			case <-time.After(30 * time.Second):
+				cancel() // the header is held back somewhere
+			}
+		}()
+		resp, err := http.DefaultClient.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return resp
+	}
+	resp := do(http.MethodPost, "", `{"jsonrpc":"2.0","id":1,"method":"initialize","params":{"protocolVersion":"2025-06-18","capabilities":{},"clientInfo":{"name":"e2e","version":"1"}}}`)
+	session := resp.Header.Get("Mcp-Session-Id")
+	_ = resp.Body.Close()
+	resp = do(http.MethodPost, session, `{"jsonrpc":"2.0","method":"notifications/initialized"}`)
+	_ = resp.Body.Close()
+	stream := do(http.MethodGet, session, "")
+	defer func() { _ = stream.Body.Close() }()
+	if stream.StatusCode != 200 || !strings.HasPrefix(stream.Header.Get("Content-Type"), "text/event-stream") {
+		t.Fatalf("status %d, %s", stream.StatusCode, stream.Header.Get("Content-Type"))
+	}
+	ended := make(chan error, 1)
+	go func() {
+		lines := bufio.NewReader(stream.Body)
+		for {
+			if _, err := lines.ReadString('\n'); err != nil {
+				ended <- err
+				return
+			}
+		}
+	}()
+	// Other requests of the session go on beside it.
+	for i := range 20 {
+		ping := do(http.MethodPost, session, fmt.Sprintf(`{"jsonrpc":"2.0","id":%d,"method":"ping"}`, i+2))
+		_ = ping.Body.Close()
+		if ping.StatusCode != 200 {
+			t.Fatalf("ping: status %d", ping.StatusCode)
+		}
+	}
+	select {
+	case err := <-ended:
+		t.Errorf("the stream ended early: %v", err)
+	default:
+	}
+	gone := do(http.MethodDelete, session, "")
+	_ = gone.Body.Close()
+}
+
+// strangerOnThePort stops the box and listens where its door was.
+func strangerOnThePort(t *testing.T, h *home, name, address string) {
+	h.must("stop", name)
+	l, err := net.Listen("tcp", address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var mu sync.Mutex
+	var heard bytes.Buffer
+	server := &http.Server{ReadHeaderTimeout: time.Minute, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		mu.Lock()
+		defer mu.Unlock()
+		_ = r.Write(&heard)
+		w.Header().Set("Content-Type", "application/json")
+		_, _ = io.WriteString(w, `{"mac":"`+strings.Repeat("0", 64)+`"}`)
+	})}
+	served := make(chan error, 1)
+	go func() { served <- server.Serve(l) }()
+
+	h.wants(3, nil, "doctor", name)
+	h.setenv("BOX_BROWSER", "/bin/true")
+	r := h.box("open", name)
+	if r.code == 0 || !strings.Contains(r.stderr, "used by another program") {
+		t.Errorf("open with a stranger on the port: %s", r)
+	}
+	if r := h.box("start", name); r.code == 0 {
+		t.Errorf("start with a stranger on the port: %s", r)
+	}
+	mu.Lock()
+	for _, s := range h.secrets {
+		if strings.Contains(heard.String(), s.text) {
+			t.Errorf("the stranger was told %s", s.what)
+		}
+	}
+	mu.Unlock()
+	if err := server.Close(); err != nil {
+		t.Error(err)
+	}
+	if err := <-served; !errors.Is(err, http.ErrServerClosed) {
+		t.Error(err)
+	}
+	h.must("start", name)
+	healthySoon(t, h, name)
+	if c := check(t, h.doctor(name, 0), "mcp.host"); c.Status != wire.Pass {
+		t.Errorf("%+v", c)
+	}
+}

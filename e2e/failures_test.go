@@ -1,0 +1,232 @@
+//go:build e2e && linux
+
+package e2e
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// TestInterruptedNew ends `box new` by signals at several of its steps.
+func TestInterruptedNew(t *testing.T) {
+	for _, c := range []struct {
+		step   string
+		signal syscall.Signal
+		code   int
+	}{
+		{"create", syscall.SIGTERM, 143},
+		{"provision: packages", syscall.SIGINT, 130},
+		{"start Executor", syscall.SIGHUP, 129},
+	} {
+		t.Run(c.step, func(t *testing.T) {
+			h := newHome(t, nil)
+			name := h.name("cut")
+			ctx, cancel := context.WithTimeout(context.Background(), limit)
+			defer cancel()
+			cmd := h.command(ctx, "new", name)
+			steps := &awaited{text: c.step + "\n", found: make(chan struct{})}
+			cmd.Stderr = steps
+			if err := cmd.Start(); err != nil {
+				t.Fatal(err)
+			}
+			select {
+			case <-steps.found:
+			case <-ctx.Done():
+			}
+			if err := cmd.Process.Signal(c.signal); err != nil {
+				t.Error(err)
+			}
+			err := cmd.Wait()
+			r := h.conclude(cmd.Args[1:], err, "", steps.all.String())
+			if r.code != c.code {
+				t.Errorf("want exit code %d: %s", c.code, r)
+			}
+			h.noTraces(name)
+			if len(h.transcripts()) != 1 {
+				t.Errorf("transcripts: %d", len(h.transcripts()))
+			}
+			if hint := "hint: less " + filepath.Join(h.dir, ".box/transcripts", name); !strings.Contains(r.stderr, hint) {
+				t.Errorf("no %q: %s", hint, r)
+			}
+		})
+	}
+}
+
+// awaited tells when a text was written. os/exec writes from one goroutine.
+type awaited struct {
+	text  string
+	found chan struct{}
+	all   bytes.Buffer
+	done  bool
+}
+
+func (a *awaited) Write(p []byte) (int, error) {
+	a.all.Write(p)
+	if !a.done && strings.Contains(a.all.String(), a.text) {
+		a.done = true
+		close(a.found)
+	}
+	return len(p), nil
+}
+
+// TestKilledNew kills `box new`, which then can clean up nothing: the next
+// command has to explain, and `rm` and `new` have to get over it.
+func TestKilledNew(t *testing.T) {
+	h := newHome(t, nil)
+	name := h.name("killed")
+	kill := func() {
+		t.Helper()
+		ctx, cancel := context.WithTimeout(context.Background(), limit)
+		defer cancel()
+		cmd := h.command(ctx, "new", name)
+		steps := &awaited{text: "provision: packages\n", found: make(chan struct{})}
+		cmd.Stderr = steps
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		<-steps.found
+		if err := cmd.Process.Kill(); err != nil {
+			t.Fatal(err)
+		}
+		_ = cmd.Wait() // killed
+		h.wants(0, []string{"interrupted", "box rm " + name, "box repair " + name}, "ls")
+	}
+	kill()
+	h.must("rm", name, "--force")
+	h.noTraces(name)
+	kill()
+	h.must("new", name)
+	h.doctor(name, 0)
+	h.must("rm", name, "--force")
+	h.noTraces(name)
+}
+
+// TestForeignObjects has somebody else's container, volume or network under
+// the name that a new box needs.
+func TestForeignObjects(t *testing.T) {
+	for _, kind := range []string{"container", "volume", "network"} {
+		t.Run(kind, func(t *testing.T) {
+			h := newHome(t, nil)
+			name := h.name("foreign")
+			full := "hermes-box-" + name
+			args := []string{kind, "create", full}
+			if kind == "container" {
+				image, err := exec.Command("podman", "images", "--quiet", "--filter", "reference=localhost/hermes-box-base").Output()
+				if err != nil || len(image) == 0 {
+					t.Fatalf("an image for the foreign container: %v", err)
+				}
+				args = []string{kind, "create", "--network", "none", "--name", full, strings.Fields(string(image))[0], "/bin/true"}
+			}
+			if _, err := podman(args...); err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() {
+				if _, err := podman(kind, "rm", full); err != nil {
+					t.Error(err)
+				}
+			})
+			before, err := podman(kind, "inspect", full)
+			if err != nil {
+				t.Fatal(err)
+			}
+			h.wants(1, []string{"left alone", "hint: box ls --all"}, "new", name)
+			after, err := podman(kind, "inspect", full)
+			if err != nil || before != after {
+				t.Errorf("the foreign %s is another now (%v):\n%s\n%s", kind, err, before, after)
+			}
+			found, err := objects(full)
+			if err != nil || len(found) != 1 {
+				t.Errorf("objects: %v (%v)", found, err)
+			}
+			h.wants(4, nil, "rm", name, "--force")
+			h.wants(0, []string{name, "foreign"}, "ls", "--all")
+			if r := h.box("ls"); strings.Contains(r.stdout, name) {
+				t.Errorf("ls without --all: %s", r)
+			}
+		})
+	}
+}
+
+// TestUnusableEngine has no engine at all, or one that fails half-way.
+func TestUnusableEngine(t *testing.T) {
+	t.Run("not there", func(t *testing.T) {
+		h := newHome(t, map[string]string{"BOX_CONTAINER_ENGINE": "/nonexistent/podman"})
+		name := h.name("none")
+		h.wants(1, []string{"/nonexistent/podman", "not installed"}, "new", name)
+		h.noTraces(name)
+		if r := h.box("ls", "--json"); r.code != 0 {
+			t.Errorf("ls without an engine: %s", r)
+		}
+	})
+	for _, call := range []string{"volume create", "network create", "container create", "container start"} {
+		t.Run("fails at "+call, func(t *testing.T) {
+			real, err := exec.LookPath("podman")
+			if err != nil {
+				t.Fatal(err)
+			}
+			engine := filepath.Join(t.TempDir(), "podman")
+			script := fmt.Sprintf("#!/bin/sh\nif [ \"$1 $2\" = %q ]; then echo 'Error: the disk is full, says the test' >&2; exit 125; fi\nexec %s \"$@\"\n", call, real)
+			if err := os.WriteFile(engine, []byte(script), 0o755); err != nil {
+				t.Fatal(err)
+			}
+			h := newHome(t, map[string]string{"BOX_CONTAINER_ENGINE": engine})
+			name := h.name("half")
+			start := time.Now()
+			r := h.wants(1, []string{"the disk is full, says the test", "hint: less "}, "new", name)
+			t.Logf("failed after %s", time.Since(start).Round(time.Second))
+			h.noTraces(name)
+			logs := h.transcripts()
+			if len(logs) != 1 {
+				t.Errorf("transcripts: %d: %s", len(logs), r)
+			}
+			for file, text := range logs {
+				if !strings.Contains(text, "the disk is full, says the test") {
+					t.Errorf("%s does not tell why:\n%s", file, text)
+				}
+			}
+		})
+	}
+	t.Run("fails at the removal", func(t *testing.T) {
+		real, err := exec.LookPath("podman")
+		if err != nil {
+			t.Fatal(err)
+		}
+		dir := t.TempDir()
+		engine := filepath.Join(dir, "podman")
+		script := fmt.Sprintf("#!/bin/sh\ncase \"$1 $2\" in 'container create'|'volume rm') if [ ! -e %s/mended ]; then echo 'Error: no, says the test' >&2; exit 125; fi;; esac\nexec %s \"$@\"\n", dir, real)
+		if err := os.WriteFile(engine, []byte(script), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		h := newHome(t, map[string]string{"BOX_CONTAINER_ENGINE": engine})
+		name := h.name("stuck")
+		h.wants(8, []string{"its record was kept", "hint: box rm " + name}, "new", name)
+		h.wants(0, []string{name}, "ls")
+		if err := os.WriteFile(filepath.Join(dir, "mended"), nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		h.must("rm", name, "--force") // as the hint says
+		h.noTraces(name)
+	})
+}
+
+// TestKeepOnFailure keeps the machine of a failed `new`.
+func TestKeepOnFailure(t *testing.T) {
+	h := newHome(t, map[string]string{"INSTALL_HERMES": "true", "HERMES_INSTALLER": "/nonexistent/install.sh"})
+	name := h.name("keep")
+	h.wants(1, []string{"/nonexistent/install.sh", "INSTALL_HERMES=false"}, "new", name)
+	h.noTraces(name)
+	h.wants(1, []string{"box enter " + name, "box rm " + name}, "new", name, "--keep-on-failure")
+	if got := h.in(name, "whoami"); got != "agent" {
+		t.Errorf("in the kept machine: %q", got)
+	}
+	h.must("rm", name, "--force")
+	h.noTraces(name)
+}
