@@ -37,15 +37,21 @@ func (m *Manager) Start(ctx context.Context, name string) (err error) {
 
 // startMachine is idempotent.
 func (m *Manager) startMachine(ctx context.Context, drv vm.Driver, rec Record, log io.Writer) error {
-	if err := drv.Start(ctx, rec.Name); err != nil {
-		if errors.Is(err, vm.ErrPortTaken) {
-			return fmt.Errorf("port %d of the box is used by another program on this host: %w", rec.HostPort, err)
-		}
+	if err := boot(ctx, drv, rec); err != nil {
 		return err
 	}
 	ctx, cancel := context.WithTimeoutCause(ctx, 5*time.Minute, errors.New("the supervisor did not answer within 5 minutes"))
 	defer cancel()
 	return m.awaitSupervisor(ctx, guest{drv: drv, name: rec.Name, log: log})
+}
+
+// boot starts the machine of a box that has its port already.
+func boot(ctx context.Context, drv vm.Driver, rec Record) error {
+	err := drv.Start(ctx, rec.Name)
+	if errors.Is(err, vm.ErrPortTaken) {
+		return fmt.Errorf("port %d of the box is used by another program on this host: %w", rec.HostPort, err)
+	}
+	return err
 }
 
 // usable returns the driver of a box whose machine is there and ours.
@@ -127,7 +133,7 @@ func (m *Manager) Repair(ctx context.Context, name string) (report wire.Report, 
 	if err := mu.enter("start"); err != nil {
 		return wire.Report{}, err
 	}
-	if err := drv.Start(ctx, name); err != nil {
+	if err := boot(ctx, drv, mu.rec); err != nil {
 		return wire.Report{}, err
 	}
 	g := guest{drv: drv, name: name, log: mu.log}

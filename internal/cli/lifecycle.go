@@ -3,6 +3,7 @@ package cli
 import (
 	"context"
 	"errors"
+	"fmt"
 
 	"github.com/spf13/cobra"
 
@@ -80,7 +81,7 @@ of the same name that is not ours is left alone.`,
 				return err
 			}
 			if !force {
-				if err := a.confirm(h, name); err != nil {
+				if err := a.confirm(cmd.Context(), h, name); err != nil {
 					return err
 				}
 			}
@@ -91,18 +92,18 @@ of the same name that is not ours is left alone.`,
 	return cmd
 }
 
-func (a *app) confirm(h box.Home, name string) error {
+func (a *app) confirm(ctx context.Context, h box.Home, name string) error {
 	backup, err := describeBackup(h, name)
 	if err != nil {
 		return err
 	}
 	a.term.say(backup)
-	answer, err := a.term.ask("Removing " + name + " deletes all its state. Type its name to confirm: ")
+	answer, err := a.term.ask(ctx, "Removing "+name+" deletes all its state. Type its name to confirm: ")
 	if errors.Is(err, errNotAsked) {
 		return hinted{errors.Join(errors.New("rm "+name+": nothing was removed"), err), "box rm " + name + " --force"}
 	}
 	if err != nil {
-		return err
+		return fmt.Errorf("rm %s: nothing was removed: %w", name, err)
 	}
 	if answer != name {
 		return errors.New("rm " + name + ": the name typed is another, nothing was removed")

@@ -2,6 +2,7 @@ package cli
 
 import (
 	"bufio"
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -143,17 +144,32 @@ func (t *terminal) fail(err error, hints []string) {
 // errNotAsked says that a question could not be asked.
 var errNotAsked = errors.New("this is not a terminal, so there is nobody to ask")
 
-// ask puts a question and returns the line that was typed.
-func (t *terminal) ask(question string) (string, error) {
+// ask puts a question and returns the line that was typed, or ctx's cause when
+// it ends before.
+func (t *terminal) ask(ctx context.Context, question string) (string, error) {
 	if !isTerminal(t.stdin) || !t.live {
 		return "", errNotAsked
 	}
 	_, _ = fmt.Fprint(t.stderr, question)
-	line, err := bufio.NewReader(io.LimitReader(t.stdin, 4096)).ReadString('\n')
-	if err != nil && err != io.EOF {
-		return "", err
+	type answer struct {
+		line string
+		err  error
 	}
-	return strings.TrimRight(line, "\r\n"), nil
+	typed := make(chan answer, 1)
+	go func() { // a read from a terminal cannot be cancelled; the process ends soon
+		line, err := bufio.NewReader(io.LimitReader(t.stdin, 4096)).ReadString('\n')
+		typed <- answer{line, err}
+	}()
+	select {
+	case <-ctx.Done():
+		_, _ = fmt.Fprintln(t.stderr)
+		return "", context.Cause(ctx)
+	case a := <-typed:
+		if a.err != nil && a.err != io.EOF {
+			return "", a.err
+		}
+		return strings.TrimRight(a.line, "\r\n"), nil
+	}
 }
 
 // interactive reports whether a command can be given a terminal: both ends
