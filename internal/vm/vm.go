@@ -84,6 +84,8 @@ type Machine struct {
 	State     State
 	Isolation Isolation
 	HostPort  int // loopback port forwarded to the guest; 0 = none
+	// Notes are weaknesses that the user should know, a line each.
+	Notes []string
 }
 
 // Base is a root filesystem prepared by package rootfs.

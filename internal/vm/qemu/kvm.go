@@ -1,0 +1,77 @@
+package qemu
+
+import (
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+
+	"hermes-box-lite/internal/atomicfile"
+)
+
+// verdict is what this boot of the host taught about KVM.
+type verdict struct {
+	BootID string `json:"boot_id"`
+	Works  bool   `json:"works"`
+}
+
+func (d *Driver) verdictPath() string { return filepath.Join(d.opts.Dir, "kvm.json") }
+
+// kvmChoice says whether KVM is to be tried, and whether it has booted a
+// machine on this boot of the host.
+type kvmChoice struct{ use, proven bool }
+
+// kvm decides. That /dev/kvm opens proves nothing: there are hosts on which it
+// opens, answers and yet runs no stock kernel. So the module and the
+// processor's flags must be there, and the first boot is limited in time.
+func (d *Driver) kvm() kvmChoice {
+	if d.opts.Emulate || !kvmPlausible() {
+		return kvmChoice{}
+	}
+	data, err := os.ReadFile(d.verdictPath())
+	var v verdict
+	if err != nil || json.Unmarshal(data, &v) != nil || v.BootID != bootID() {
+		return kvmChoice{use: true}
+	}
+	return kvmChoice{use: v.Works, proven: v.Works}
+}
+
+func (d *Driver) rememberKVM(works bool) error {
+	data, err := json.Marshal(verdict{bootID(), works})
+	if err != nil {
+		return err
+	}
+	return atomicfile.Write(d.verdictPath(), data, 0o600)
+}
+
+func kvmPlausible() bool {
+	f, err := os.OpenFile("/dev/kvm", os.O_RDWR, 0)
+	if err != nil {
+		return false
+	}
+	_ = f.Close()
+	if runtime.GOARCH != "amd64" {
+		return true
+	}
+	info, err := os.ReadFile("/proc/cpuinfo")
+	if err != nil {
+		return false
+	}
+	for _, pair := range []struct{ flag, module string }{{"vmx", "kvm_intel"}, {"svm", "kvm_amd"}} {
+		if _, err := os.Stat("/sys/module/" + pair.module); err == nil && hasFlag(string(info), pair.flag) {
+			return true
+		}
+	}
+	return false
+}
+
+func hasFlag(cpuinfo, flag string) bool {
+	for line := range strings.Lines(cpuinfo) {
+		if key, value, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(key) == "flags" {
+			return slices.Contains(strings.Fields(value), flag)
+		}
+	}
+	return false
+}

@@ -1,0 +1,281 @@
+package qemu
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"hermes-box-lite/internal/vm"
+	"hermes-box-lite/internal/wire"
+)
+
+// The guest's network, which is QEMU's and passt's own and reaches nobody
+// else. The addresses are those of QEMU's user networking.
+const (
+	guestAddress = "10.0.2.15"
+	guestGateway = "10.0.2.2"
+	guestDNS     = "10.0.2.3"
+)
+
+// How long a machine may take until its channel answers.
+const (
+	kvmBoot      = 90 * time.Second
+	emulatedBoot = 6 * time.Minute // 6 s here, far more on a busy or slow host
+)
+
+// Start implements vm.Driver.
+func (d *Driver) Start(ctx context.Context, name string) error {
+	if err := requireTools(); err != nil {
+		return err
+	}
+	unlock, err := d.lock(ctx, name)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	r, err := d.load(name)
+	if err != nil {
+		return err
+	}
+	if r.ID == "" {
+		return fmt.Errorf("%s is left-over storage without a record", d.dir(name))
+	}
+	if r.QEMU.alive() {
+		return d.awaitChannel(ctx, r, emulatedBoot)
+	}
+	if err := r.Passt.end(ctx); err != nil {
+		return err
+	}
+	kvm := d.kvm()
+	if kvm.use {
+		err := d.boot(ctx, &r, "kvm", kvmBoot)
+		if err == nil {
+			return d.rememberKVM(true)
+		}
+		if kvm.proven || ctx.Err() != nil || errors.Is(err, vm.ErrPortTaken) {
+			return err
+		}
+		// It opens and yet does not run a kernel: remembered for this boot of
+		// the host.
+		if err := d.rememberKVM(false); err != nil {
+			return err
+		}
+	}
+	return d.boot(ctx, &r, "tcg,thread=multi", emulatedBoot)
+}
+
+// boot starts the machine with an accelerator and waits for its channel.
+func (d *Driver) boot(ctx context.Context, r *record, accel string, limit time.Duration) error {
+	err := d.launch(r, accel)
+	if saveErr := d.save(*r); err == nil {
+		err = saveErr
+	}
+	if err == nil {
+		err = d.awaitChannel(ctx, *r, limit)
+	}
+	if err != nil {
+		cleanup, cancel := context.WithTimeout(context.WithoutCancel(ctx), 30*time.Second)
+		defer cancel()
+		err = errors.Join(err, r.QEMU.end(cleanup), r.Passt.end(cleanup))
+	}
+	return err
+}
+
+// launch starts the processes of the machine.
+func (d *Driver) launch(r *record, accel string) error {
+	r.Isolation = string(vm.IsolationEmulated)
+	if strings.HasPrefix(accel, "kvm") {
+		r.Isolation = string(vm.IsolationKVM)
+	}
+	if r.HostPort != 0 && !free(r.HostPort) {
+		return fmt.Errorf("127.0.0.1:%d: %w", r.HostPort, vm.ErrPortTaken)
+	}
+	port, err := pickPort()
+	if err != nil {
+		return err
+	}
+	r.ChannelPort = port
+	if err := d.writeInitramfs(*r); err != nil {
+		return fmt.Errorf("write the initramfs: %w", err)
+	}
+	nw, err := d.startNetwork(r)
+	if err != nil {
+		return err
+	}
+	defer nw.close()
+
+	path, err := lookPath(hostSystem().program)
+	if err != nil {
+		return err
+	}
+	dir := d.dir(r.Name)
+	cmd := exec.Command(path, append(d.arguments(*r, accel), nw.args...)...)
+	cmd.Dir = dir
+	cmd.ExtraFiles = nw.files
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	log, err := os.Create(filepath.Join(dir, "qemu.log"))
+	if err != nil {
+		return err
+	}
+	defer func() { _ = log.Close() }()
+	cmd.Stdout, cmd.Stderr = log, log
+	if err := cmd.Start(); err != nil {
+		return err
+	}
+	r.QEMU = identify(cmd.Process.Pid)
+	go func() { _ = cmd.Wait() }() // reap it, should this process live on
+	return nil
+}
+
+func (d *Driver) arguments(r record, accel string) []string {
+	sys := hostSystem()
+	cpu := "max"
+	if strings.HasPrefix(accel, "kvm") {
+		cpu = "host"
+	}
+	return []string{
+		"-name", "hermes-box-" + r.Name + ",process=hermes-box-" + r.Name, "-uuid", r.ID,
+		"-machine", sys.machine, "-accel", accel, "-cpu", cpu,
+		"-smp", strconv.Itoa(r.CPUs), "-m", strconv.Itoa(r.MemoryMiB) + "M",
+		"-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
+		"-kernel", r.Boot.Kernel, "-initrd", "initramfs.cpio",
+		"-append", "console=" + sys.console + " quiet panic=1 net.ifnames=0 rdinit=/init",
+		"-drive", "file=system.qcow2,if=none,id=system,format=qcow2,discard=unmap",
+		"-device", "virtio-blk-pci,drive=system",
+		"-drive", "file=data.raw,if=none,id=data,format=raw,discard=unmap",
+		"-device", "virtio-blk-pci,drive=data",
+		"-object", "rng-random,id=rng,filename=/dev/urandom", "-device", "virtio-rng-pci,rng=rng",
+		"-chardev", "file,id=console,path=console.log", "-serial", "chardev:console",
+		"-qmp", "unix:qmp.sock,server=on,wait=off",
+		"-device", "virtio-net-pci,netdev=net,romfile=",
+	}
+}
+
+// writeInitramfs joins the kernel's modules, hb as init and the seed.
+func (d *Driver) writeInitramfs(r record) error {
+	modules, err := os.ReadFile(r.Boot.Modules)
+	if err != nil {
+		return err
+	}
+	hb, err := d.opts.HB()
+	if err != nil {
+		return err
+	}
+	seed, err := json.Marshal(wire.Seed{
+		Hostname: r.Name, HostKey: r.HostKey, ClientKey: r.ClientPub, Workload: r.Workload,
+		Address: guestAddress + "/24", Gateway: guestGateway, DNS: guestDNS, Time: time.Now().Unix(),
+	})
+	if err != nil {
+		return err
+	}
+	var own cpio
+	for _, dir := range []string{"dev", "proc", "sys", "newroot"} {
+		own.dir(dir)
+	}
+	own.file("init", 0o755, hb)
+	own.file(strings.TrimPrefix(wire.SeedPath, "/"), 0o600, seed)
+	return os.WriteFile(filepath.Join(d.dir(r.Name), "initramfs.cpio"), append(modules, own.bytes()...), 0o600)
+}
+
+func free(port int) bool {
+	l, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(port)))
+	if err != nil {
+		return false
+	}
+	return l.Close() == nil
+}
+
+func pickPort() (int, error) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return 0, err
+	}
+	port := l.Addr().(*net.TCPAddr).Port
+	return port, l.Close()
+}
+
+// awaitChannel returns when commands can be executed. The forwarded port
+// accepts connections before the guest listens, so only a handshake counts.
+func (d *Driver) awaitChannel(ctx context.Context, r record, limit time.Duration) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, limit, fmt.Errorf("the machine did not answer within %s", limit))
+	defer cancel()
+	for {
+		attempt, done := context.WithTimeout(ctx, 10*time.Second)
+		client, err := dial(attempt, r)
+		done()
+		if err == nil {
+			return client.Close()
+		}
+		if !r.QEMU.alive() {
+			return fmt.Errorf("the machine ended while it started: %s", d.lastWords(r.Name))
+		}
+		if !r.Passt.alive() && r.Passt.PID != 0 {
+			return fmt.Errorf("the network of the machine ended while it started: %s", lastLine(filepath.Join(d.dir(r.Name), "passt.log")))
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("%w: %s", context.Cause(ctx), d.lastWords(r.Name))
+		case <-time.After(200 * time.Millisecond):
+		}
+	}
+}
+
+// lastWords is what QEMU or the guest's console said last.
+func (d *Driver) lastWords(name string) string {
+	if line := lastLine(filepath.Join(d.dir(name), "qemu.log")); line != "" {
+		return line
+	}
+	return "the console's last line is: " + lastLine(filepath.Join(d.dir(name), "console.log"))
+}
+
+func lastLine(path string) string {
+	data, _ := os.ReadFile(path)
+	data = bytes.TrimSpace(data[max(0, len(data)-4096):])
+	if i := bytes.LastIndexByte(data, '\n'); i >= 0 {
+		data = data[i+1:]
+	}
+	return wire.Printable(string(data))
+}
+
+// powerOffPatience is how long a guest may take to end its services and sync.
+const powerOffPatience = 90 * time.Second
+
+// Stop implements vm.Driver: the guest powers itself off; one that does not is
+// ended by QEMU.
+func (d *Driver) Stop(ctx context.Context, name string) error {
+	unlock, err := d.lock(ctx, name)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	r, err := d.load(name)
+	if err != nil {
+		return err
+	}
+	if r.QEMU.alive() {
+		polite, cancel := context.WithTimeout(ctx, powerOffPatience)
+		if err := requestPowerOff(polite, r); err == nil {
+			for r.QEMU.alive() && polite.Err() == nil {
+				time.Sleep(50 * time.Millisecond)
+			}
+		}
+		cancel()
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if r.QEMU.alive() {
+			quit(ctx, filepath.Join(d.dir(name), "qmp.sock"))
+		}
+	}
+	return errors.Join(r.QEMU.end(ctx), r.Passt.end(ctx))
+}
