@@ -45,6 +45,7 @@ type Config struct {
 	HTTPProxy       string
 	HTTPSProxy      string
 	NoProxy         string
+	Kernel          string // BOX_KERNEL: absolute; "" = the base's own, else the host's package client brings one
 
 	// File is where the values came from; "" when there was no file.
 	File string
@@ -234,6 +235,7 @@ var keys = map[string]setter{
 	"HTTP_PROXY":           text(func(c *Config) *string { return &c.HTTPProxy }, proxy),
 	"HTTPS_PROXY":          text(func(c *Config) *string { return &c.HTTPSProxy }, proxy),
 	"NO_PROXY":             text(func(c *Config) *string { return &c.NoProxy }, anything),
+	"BOX_KERNEL":           text(func(c *Config) *string { return &c.Kernel }, absolute),
 }
 
 // Keys returns the known keys, sorted.

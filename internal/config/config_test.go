@@ -48,6 +48,7 @@ func TestEveryKey(t *testing.T) {
 		"HTTP_PROXY":           {"http://proxy:3128", "proxy:3128"},
 		"HTTPS_PROXY":          {"http://u:p@proxy:3128", "::"},
 		"NO_PROXY":             {"localhost,.example", "\x01"},
+		"BOX_KERNEL":           {"/srv/kernel.deb", "kernel.deb"},
 	}
 	for _, key := range Keys() {
 		tc, ok := cases[key]

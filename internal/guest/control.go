@@ -10,10 +10,12 @@ import (
 	"log"
 	"os"
 	"runtime"
+	"strconv"
 	"time"
 
 	"github.com/spf13/cobra"
 
+	"hermes-box-lite/internal/guest/boot"
 	"hermes-box-lite/internal/guest/layout"
 	"hermes-box-lite/internal/guest/provision"
 	"hermes-box-lite/internal/guest/secrets"
@@ -246,6 +248,25 @@ func (a *app) readyCommand() *cobra.Command {
 			}
 		}
 	}))
+}
+
+// clockCommand sets the guest's clock from the host's, which a machine that
+// was suspended with its host has lost. In a container the clock is the host's
+// own and cannot be set.
+func (a *app) clockCommand() *cobra.Command {
+	return verb("clock SECONDS", "Set the clock, in seconds since 1970", "", cobra.ExactArgs(1), func(_ *cobra.Command, args []string) error {
+		if err := a.mustBeInBox(); err != nil {
+			return err
+		}
+		seconds, err := strconv.ParseInt(args[0], 10, 64)
+		if err != nil || seconds <= 0 {
+			return &exitError{exitUsage, fmt.Errorf("%q is not a time in seconds", args[0])}
+		}
+		if !a.layout.Real() {
+			return errors.New("the clock of this box is its host's")
+		}
+		return boot.SetClock(seconds)
+	})
 }
 
 func (a *app) superviseCommand() *cobra.Command {

@@ -107,7 +107,7 @@ Exit codes: 0 ok, 1 failed, 2 usage, 3 unhealthy (doctor).`,
 		a.downCommand(), a.upCommand(), a.wireCommand(), a.operatorTokenCommand(),
 	)
 	for _, plumbing := range []*cobra.Command{
-		a.superviseCommand(), a.helloCommand(), a.readyCommand(), a.provisionCommand(), a.attachCommand(),
+		a.superviseCommand(), a.helloCommand(), a.readyCommand(), a.clockCommand(), a.provisionCommand(), a.attachCommand(),
 		a.runCommand(), a.ticketCommand(), a.tokenCommand(), a.shutdownCommand(),
 		a.checkSQLiteCommand(), a.checkHomeCommand(), a.wireApplyCommand(),
 	} {
