@@ -196,8 +196,16 @@ func TestNetworkEnvironment(t *testing.T) {
 		t.Errorf("nothing asked for: %v", got)
 	}
 	r.HTTPSProxy = "http://p:1"
-	if diff := cmp.Diff([]string{"HTTPS_PROXY=http://p:1", "https_proxy=http://p:1"}, networkEnvironment(r)); diff != "" {
+	want := []string{
+		"HTTPS_PROXY=http://p:1", "https_proxy=http://p:1",
+		"NO_PROXY=127.0.0.1,localhost,::1", "no_proxy=127.0.0.1,localhost,::1",
+	}
+	if diff := cmp.Diff(want, networkEnvironment(r)); diff != "" {
 		t.Error(diff)
+	}
+	r.NoProxy = "localhost, .example.com"
+	if got := networkEnvironment(r)[2]; got != "NO_PROXY=localhost,.example.com,127.0.0.1,::1" {
+		t.Error(got)
 	}
 	r.CABundle = certificate(t, "x")
 	if got := strings.Join(networkEnvironment(r), " "); !strings.Contains(got, "NODE_EXTRA_CA_CERTS="+bundlePath) {

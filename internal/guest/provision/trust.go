@@ -12,6 +12,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"hermes-box-lite/internal/atomicfile"
@@ -109,9 +110,13 @@ func aptHost(host string) bool {
 // additional CAs, where to find them. Without additional CAs every program's
 // own default is right already.
 func networkEnvironment(req wire.ProvisionRequest) []string {
+	noProxy := req.NoProxy
+	if req.HTTPProxy != "" || req.HTTPSProxy != "" {
+		noProxy = withLoopback(noProxy)
+	}
 	var env []string
 	for _, v := range []struct{ name, value string }{
-		{"HTTP_PROXY", req.HTTPProxy}, {"HTTPS_PROXY", req.HTTPSProxy}, {"NO_PROXY", req.NoProxy},
+		{"HTTP_PROXY", req.HTTPProxy}, {"HTTPS_PROXY", req.HTTPSProxy}, {"NO_PROXY", noProxy},
 	} {
 		if v.value != "" {
 			env = append(env, v.name+"="+v.value, strings.ToLower(v.name)+"="+v.value)
@@ -123,6 +128,23 @@ func networkEnvironment(req wire.ProvisionRequest) []string {
 		}
 	}
 	return env
+}
+
+// withLoopback adds the box itself to a list of exceptions. Claude Code 2.1 and
+// Codex 0.171 would ask the proxy for the door's address too (seen).
+func withLoopback(noProxy string) string {
+	hosts := []string{}
+	for host := range strings.SplitSeq(noProxy, ",") {
+		if host = strings.TrimSpace(host); host != "" {
+			hosts = append(hosts, host)
+		}
+	}
+	for _, host := range []string{"127.0.0.1", "localhost", "::1"} {
+		if !slices.Contains(hosts, host) {
+			hosts = append(hosts, host)
+		}
+	}
+	return strings.Join(hosts, ",")
 }
 
 // caVariables are read by node and bun; OpenSSL; curl; git; and Python's
