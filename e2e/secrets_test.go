@@ -4,9 +4,11 @@ package e2e
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"io/fs"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strings"
@@ -177,6 +179,34 @@ func (h *home) searchForSecrets() {
 	if info, err := os.Stat(filepath.Join(h.dir, ".box")); err == nil && info.Mode().Perm() != 0o700 {
 		t.Errorf(".box has mode %s", info.Mode())
 	}
+}
+
+// TestWatcher shows that the watcher would see a secret.
+func TestWatcher(t *testing.T) {
+	argument, variable := randomHex(t, 32), "planted-"+randomHex(t, 12)
+	run.watch.plant(variable)
+	cmd := exec.Command("/bin/sh", "-c", "read -r line", argument)
+	cmd.Env = []string{"PLANTED=" + variable}
+	stdin, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	for _, text := range []string{argument, variable} {
+		eventually(t, 30*time.Second, "a secret seen", func() error {
+			if _, ok := run.watch.where(text, true); !ok {
+				return errors.New("not yet")
+			}
+			return nil
+		})
+	}
+	if _, ok := run.watch.where(randomHex(t, 32), false); ok {
+		t.Error("it sees what is not there")
+	}
+	_ = stdin.Close() // which ends the shell
+	_ = cmd.Wait()    // with 1
 }
 
 // TestProxyPassword has a proxy with a password, which box may tell only to
