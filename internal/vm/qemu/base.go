@@ -2,82 +2,81 @@ package qemu
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 
 	"hermes-box-lite/internal/atomicfile"
 	"hermes-box-lite/internal/vm"
 )
 
-// convertedBase is a base as the machines use it: one read-only disk, shared
-// by all their overlays, and what boots it.
-type convertedBase struct {
-	Disk string `json:"disk"`
-	Boot boot   `json:"boot"`
-}
+// The files of a converted base, in a directory called by its digest: one disk
+// that all overlays share and nobody writes, what boots it, and a mark of
+// completeness. Machines refer to them by relative paths, so that the whole
+// directory of the driver may be moved.
+const (
+	baseDisk     = "disk.raw"
+	baseKernel   = "vmlinuz"
+	baseModules  = "modules.cpio"
+	baseComplete = "complete"
+)
 
-// boot is a kernel and the initramfs part with its modules.
-type boot struct {
-	Kernel  string `json:"kernel"`
-	Modules string `json:"modules"` // cpio
-}
+// baseFile is the path of a base's file as seen from a machine's directory.
+func baseFile(digest, name string) string { return filepath.Join("..", "..", "bases", digest, name) }
 
-// convert makes a disk of a base, once per digest.
-func (d *Driver) convert(ctx context.Context, base vm.Base) (convertedBase, error) {
-	_, hex, ok := strings.Cut(base.Digest, ":")
-	if !ok || len(hex) < 32 || strings.ContainsAny(hex, "/.") {
-		return convertedBase{}, fmt.Errorf("base digest %q is not algorithm:hex", base.Digest)
+// convert makes a disk of a base, once per digest, and returns the digest's
+// hexadecimal part.
+func (d *Driver) convert(ctx context.Context, base vm.Base) (string, error) {
+	_, digest, ok := strings.Cut(base.Digest, ":")
+	if !ok || !hexDigest.MatchString(digest) {
+		return "", fmt.Errorf("base digest %q is not algorithm:hex", base.Digest)
 	}
-	bases := filepath.Join(d.opts.Dir, "bases")
-	if err := os.MkdirAll(bases, 0o700); err != nil {
-		return convertedBase{}, err
+	dir := filepath.Join(d.opts.Dir, "bases", digest)
+	if err := os.MkdirAll(filepath.Dir(dir), 0o700); err != nil {
+		return "", err
 	}
-	dir := filepath.Join(bases, hex)
 	unlock, err := flock(ctx, dir+".lock")
 	if err != nil {
-		return convertedBase{}, err
+		return "", err
 	}
 	defer unlock()
-	var c convertedBase
-	if data, err := os.ReadFile(filepath.Join(dir, "base.json")); err == nil && json.Unmarshal(data, &c) == nil {
-		return c, nil
+	if _, err := os.Stat(filepath.Join(dir, baseComplete)); err == nil {
+		return digest, nil
 	}
 	// What a killed conversion left is made anew.
 	if err := os.RemoveAll(dir); err != nil {
-		return convertedBase{}, err
+		return "", err
 	}
-	if err := os.Mkdir(dir, 0o700); err != nil {
-		return convertedBase{}, err
+	if err := d.fill(ctx, base.Tar, dir); err != nil {
+		return "", errors.Join(err, os.RemoveAll(dir))
 	}
-	c.Disk = filepath.Join(dir, "disk.raw")
+	return digest, atomicfile.Write(filepath.Join(dir, baseComplete), nil, 0o600)
+}
+
+var hexDigest = regexp.MustCompile(`^[0-9a-f]{32,128}$`)
+
+// fill makes the files of a base.
+func (d *Driver) fill(ctx context.Context, tarball, dir string) error {
 	tree := filepath.Join(dir, "tree")
-	if err := makeDisk(ctx, base.Tar, tree, c.Disk); err != nil {
-		return convertedBase{}, errors.Join(err, os.RemoveAll(dir))
+	if err := os.MkdirAll(tree, 0o755); err != nil {
+		return err
 	}
-	if c.Boot, err = d.findBoot(ctx, tree, dir); err != nil {
-		return convertedBase{}, errors.Join(err, os.RemoveAll(dir))
+	if err := makeDisk(ctx, tarball, tree, filepath.Join(dir, baseDisk)); err != nil {
+		return err
 	}
-	if err := os.RemoveAll(tree); err != nil {
-		return convertedBase{}, err
+	if err := d.findBoot(ctx, tree, dir); err != nil {
+		return err
 	}
-	data, err := json.MarshalIndent(c, "", "  ")
-	if err != nil {
-		return convertedBase{}, err
-	}
-	return c, atomicfile.Write(filepath.Join(dir, "base.json"), data, 0o600)
+	return os.RemoveAll(tree)
 }
 
 // makeDisk unpacks a root filesystem and builds an ext4 disk of it. Without
 // root the owners of files are kept by fakeroot, which both programs share.
 func makeDisk(ctx context.Context, tarball, tree, disk string) error {
-	if err := os.Mkdir(tree, 0o755); err != nil {
-		return err
-	}
 	shell := []string{"/bin/sh"}
 	if os.Geteuid() != 0 {
 		fakeroot, err := lookPath("fakeroot")
@@ -103,43 +102,42 @@ truncate -s $((kib * 3 / 2 + 262144))K "$3"
 
 // findBoot looks for a kernel: the configured one, the base's own, the one
 // that the host's package client brings.
-func (d *Driver) findBoot(ctx context.Context, tree, dir string) (boot, error) {
+func (d *Driver) findBoot(ctx context.Context, tree, dir string) error {
 	source := tree
 	switch _, err := newest(filepath.Join(tree, "boot/vmlinuz*")); {
 	case d.opts.Kernel != "":
 		source = d.opts.Kernel
 		if strings.HasSuffix(source, ".deb") {
-			source = filepath.Join(dir, "kernel")
+			source = filepath.Join(tree, ".kernel") // the disk is made already
 			if err := run(ctx, "", "dpkg-deb", "-x", d.opts.Kernel, source); err != nil {
-				return boot{}, err
+				return err
 			}
 		}
 	case errors.Is(err, fs.ErrNotExist):
 		var err error
 		if source, err = d.fetchKernel(ctx); err != nil {
-			return boot{}, err
+			return err
 		}
 	case err != nil:
-		return boot{}, err
+		return err
 	}
 	kernel, err := newest(filepath.Join(source, "boot/vmlinuz*"))
 	if err != nil {
-		return boot{}, fmt.Errorf("find a kernel in %s: %w", source, err)
+		return fmt.Errorf("find a kernel in %s: %w", source, err)
 	}
 	data, err := os.ReadFile(kernel)
 	if err != nil {
-		return boot{}, err
+		return err
 	}
-	b := boot{Kernel: filepath.Join(dir, "vmlinuz"), Modules: filepath.Join(dir, "modules.cpio")}
-	if err := os.WriteFile(b.Kernel, data, 0o600); err != nil {
-		return boot{}, err
+	if err := os.WriteFile(filepath.Join(dir, baseKernel), data, 0o600); err != nil {
+		return err
 	}
 	version := strings.TrimPrefix(filepath.Base(kernel), "vmlinuz-")
 	modules := filepath.Join(source, "lib/modules", version)
 	if _, err := os.Stat(modules); err != nil {
 		modules = filepath.Join(source, "usr/lib/modules", version)
 	}
-	return b, packModules(ctx, modules, b.Modules)
+	return packModules(ctx, modules, filepath.Join(dir, baseModules))
 }
 
 // newest returns the last match of a pattern in the order of versions, near

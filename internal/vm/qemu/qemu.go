@@ -70,8 +70,7 @@ type record struct {
 	HostPort    int      `json:"host_port"`
 	GuestPort   int      `json:"guest_port"`
 	Workload    []string `json:"workload"`
-	Base        string   `json:"base"` // digest
-	Boot        boot     `json:"boot"` // kernel and initramfs, from the base
+	Base        string   `json:"base"` // hexadecimal digest
 	HostKey     string   `json:"host_key"`
 	HostPub     string   `json:"host_pub"`
 	ClientKey   string   `json:"client_key"`
@@ -244,10 +243,10 @@ func (d *Driver) Create(ctx context.Context, spec vm.Spec) (vm.Machine, error) {
 	return d.describe(r), atomicfile.SyncDir(d.machines())
 }
 
-func (d *Driver) populate(ctx context.Context, dir string, spec vm.Spec, base convertedBase) (record, error) {
+func (d *Driver) populate(ctx context.Context, dir string, spec vm.Spec, base string) (record, error) {
 	r := record{
 		Name: spec.Name, OwnerID: spec.OwnerID, ID: newUUID(), CPUs: max(1, spec.CPUs), MemoryMiB: spec.MemoryMiB,
-		HostPort: spec.HostPort, GuestPort: spec.GuestPort, Workload: spec.Workload, Base: spec.Base.Digest, Boot: base.Boot,
+		HostPort: spec.HostPort, GuestPort: spec.GuestPort, Workload: spec.Workload, Base: base,
 	}
 	var err error
 	if r.HostKey, r.HostPub, err = newKey(); err != nil {
@@ -256,8 +255,7 @@ func (d *Driver) populate(ctx context.Context, dir string, spec vm.Spec, base co
 	if r.ClientKey, r.ClientPub, err = newKey(); err != nil {
 		return r, err
 	}
-	// The base's path is written into the overlay, so it is absolute.
-	if err := run(ctx, dir, "qemu-img", "create", "-q", "-f", "qcow2", "-F", "raw", "-b", base.Disk,
+	if err := run(ctx, dir, "qemu-img", "create", "-q", "-f", "qcow2", "-F", "raw", "-b", baseFile(base, baseDisk),
 		"system.qcow2", fmt.Sprintf("%dG", max(8, spec.SystemGiB))); err != nil {
 		return r, err
 	}

@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"syscall"
 	"testing"
+	"time"
 
 	"hermes-box-lite/internal/vm"
 	"hermes-box-lite/internal/vm/qemu"
@@ -34,7 +35,7 @@ func TestConformance(t *testing.T) {
 	hb := buildHB(t)
 	vmtest.Run(t, vmtest.Harness{
 		Driver: qemu.New(qemu.Options{Dir: dir, HB: func() ([]byte, error) { return hb, nil }}),
-		Base:   vm.Base{Digest: digest(t, base), Tar: base}, Isolated: true,
+		Base:   vm.Base{Digest: digest(t, base), Tar: base}, Isolated: true, Patience: 10 * time.Minute,
 		Crash: func(t *testing.T, name string) {
 			data, err := os.ReadFile(filepath.Join(dir, "machines", name, "machine.json"))
 			if err != nil {

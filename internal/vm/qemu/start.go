@@ -148,7 +148,7 @@ func (d *Driver) arguments(r record, accel string) []string {
 		"-machine", sys.machine, "-accel", accel, "-cpu", cpu,
 		"-smp", strconv.Itoa(r.CPUs), "-m", strconv.Itoa(r.MemoryMiB) + "M",
 		"-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
-		"-kernel", r.Boot.Kernel, "-initrd", "initramfs.cpio",
+		"-kernel", baseFile(r.Base, baseKernel), "-initrd", "initramfs.cpio",
 		"-append", "console=" + sys.console + " quiet panic=1 net.ifnames=0 rdinit=/init",
 		"-drive", "file=system.qcow2,if=none,id=system,format=qcow2,discard=unmap",
 		"-device", "virtio-blk-pci,drive=system",
@@ -163,7 +163,7 @@ func (d *Driver) arguments(r record, accel string) []string {
 
 // writeInitramfs joins the kernel's modules, hb as init and the seed.
 func (d *Driver) writeInitramfs(r record) error {
-	modules, err := os.ReadFile(r.Boot.Modules)
+	modules, err := os.ReadFile(filepath.Join(d.dir(r.Name), baseFile(r.Base, baseModules)))
 	if err != nil {
 		return err
 	}

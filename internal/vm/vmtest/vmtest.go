@@ -37,13 +37,12 @@ type Harness struct {
 	// Isolated: machines have a network of their own, so that ports and
 	// reachability can be tried.
 	Isolated bool
+	// Patience bounds every step of a test that waits for something; 0 is two
+	// minutes.
+	Patience time.Duration
 }
 
-const (
-	guestPort = 4788
-	// wait bounds every step of a test that waits for something.
-	wait = 2 * time.Minute
-)
+const guestPort = 4788
 
 // suite carries what the tests share.
 type suite struct {
@@ -56,6 +55,9 @@ type suite struct {
 // are gone at its end.
 func Run(t *testing.T, h Harness) {
 	s := &suite{Harness: h, prefix: "vt" + strings.ToLower(randomHex(3))}
+	if s.Patience == 0 {
+		s.Patience = 2 * time.Minute
+	}
 	if h.Isolated {
 		s.probe = buildProbe(t)
 	}
@@ -99,7 +101,7 @@ func buildProbe(t *testing.T) string {
 }
 
 func (s *suite) ctx(t *testing.T) context.Context {
-	ctx, cancel := context.WithTimeout(t.Context(), wait)
+	ctx, cancel := context.WithTimeout(t.Context(), s.Patience)
 	t.Cleanup(cancel)
 	return ctx
 }
@@ -128,7 +130,7 @@ func (s *suite) create(t *testing.T, spec vm.Spec) vm.Machine {
 
 func (s *suite) remove(t *testing.T, spec vm.Spec) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), wait)
+	ctx, cancel := context.WithTimeout(context.Background(), s.Patience)
 	defer cancel()
 	if err := s.Driver.Delete(ctx, spec.Name, spec.OwnerID); err != nil && !errors.Is(err, vm.ErrNotFound) {
 		t.Errorf("delete %s: %v", spec.Name, err)
@@ -386,7 +388,7 @@ func (s *suite) cancel(t *testing.T) {
 				if !errors.Is(err, context.Canceled) {
 					t.Errorf("error %v, want context.Canceled", err)
 				}
-			case <-time.After(wait):
+			case <-time.After(s.Patience):
 				t.Fatal("exec did not return after it was cancelled")
 			}
 			// The guest's process is dead: its file no longer changes.
@@ -429,9 +431,9 @@ func (sc *screen) String() string {
 	return sc.buf.String()
 }
 
-func (sc *screen) await(t *testing.T, text string) {
+func (sc *screen) await(t *testing.T, patience time.Duration, text string) {
 	t.Helper()
-	for deadline := time.Now().Add(wait); time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
+	for deadline := time.Now().Add(patience); time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
 		if strings.Contains(sc.String(), text) {
 			return
 		}
@@ -455,15 +457,15 @@ func (s *suite) tty(t *testing.T) {
 			Stdin: in, Stdout: &sc, TTY: &vm.TTY{Term: "xterm-256color", Size: vm.WinSize{Rows: 33, Cols: 99}, Resize: resize},
 		})
 	}()
-	sc.await(t, "tty xterm-256color")
-	sc.await(t, "33 99")
+	sc.await(t, s.Patience, "tty xterm-256color")
+	sc.await(t, s.Patience, "33 99")
 	select {
 	case resize <- vm.WinSize{Rows: 50, Cols: 200}:
 	case <-done:
 		t.Fatalf("ended early: %d, %v, %q", code, err, sc.String())
 	}
 	// The engine passes the size on in its own time.
-	for deadline := time.Now().Add(wait); ; {
+	for deadline := time.Now().Add(s.Patience); ; {
 		if got := s.sh(t, spec.Name, `for p in /proc/[0-9]*; do tr '\0' ' ' <$p/cmdline 2>/dev/null | grep -q 'stty size; read line; exit 5' && stty size <$p/fd/0 2>/dev/null; done; true`); strings.Contains(got, "50 200") {
 			break
 		} else if time.Now().After(deadline) {
@@ -471,12 +473,12 @@ func (s *suite) tty(t *testing.T) {
 		}
 	}
 	_, _ = typed.Write([]byte("hello\n"))
-	sc.await(t, "got hello")
-	sc.await(t, "50 200")
+	sc.await(t, s.Patience, "got hello")
+	sc.await(t, s.Patience, "50 200")
 	_, _ = typed.Write([]byte("bye\n"))
 	select {
 	case <-done:
-	case <-time.After(wait):
+	case <-time.After(s.Patience):
 		t.Fatal("the command did not end")
 	}
 	if err != nil || code != 5 {
@@ -492,7 +494,7 @@ func (s *suite) crash(t *testing.T) {
 	s.create(t, spec)
 	s.sh(t, spec.Name, `echo synced >"$HB_ROOT/data/file" && sync`)
 	s.Crash(t, spec.Name)
-	for deadline := time.Now().Add(wait); s.state(t, spec.Name) != vm.Stopped; time.Sleep(50 * time.Millisecond) {
+	for deadline := time.Now().Add(s.Patience); s.state(t, spec.Name) != vm.Stopped; time.Sleep(50 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatalf("after a crash it is %s, want stopped", s.state(t, spec.Name))
 		}
@@ -572,7 +574,7 @@ func (s *suite) parallel(t *testing.T) {
 	for i := range n {
 		owners[i] = s.spec(t, spec.Name)
 		t.Cleanup(func() {
-			ctx, cancel := context.WithTimeout(context.Background(), wait)
+			ctx, cancel := context.WithTimeout(context.Background(), s.Patience)
 			defer cancel()
 			err := s.Driver.Delete(ctx, spec.Name, owners[i].OwnerID)
 			if err != nil && !errors.Is(err, vm.ErrNotFound) && !errors.Is(err, vm.ErrNotOwner) {
