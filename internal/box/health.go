@@ -185,16 +185,26 @@ func (m *Manager) Exec(ctx context.Context, rec Record, cmd vm.Command) (int, er
 // Running makes sure that the box runs, locking it only when it has to be
 // started.
 func (m *Manager) Running(ctx context.Context, name string) (Record, error) {
-	rec, err := m.Lookup(name)
-	if err != nil {
-		return Record{}, err
+	for {
+		rec, err := m.Lookup(name)
+		if err != nil {
+			return Record{}, err
+		}
+		_, machine, err := m.inspect(ctx, rec)
+		if err != nil {
+			return Record{}, err
+		}
+		var locked *LockedError
+		starting := false
+		if held, err := m.home.locked(name); err == nil && held {
+			starting = m.home.holder(name).Verb == "start"
+		}
+		if machine.OwnerID == rec.OwnerID && machine.State == vm.Running && !starting {
+			return rec, nil
+		}
+		// Somebody else may be starting it: that is what is wanted here, too.
+		if err := m.Start(ctx, name); !errors.As(err, &locked) || locked.Holder.Verb != "start" && locked.Holder.PID != 0 {
+			return rec, err
+		}
 	}
-	_, machine, err := m.inspect(ctx, rec)
-	if err != nil {
-		return Record{}, err
-	}
-	if machine.OwnerID == rec.OwnerID && machine.State == vm.Running {
-		return rec, nil
-	}
-	return rec, m.Start(ctx, name)
 }

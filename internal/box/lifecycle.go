@@ -295,6 +295,9 @@ func (m *Manager) listEngine(ctx context.Context, engine string, recs []Record, 
 			delete(machines, rec.Name)
 		}
 	}
+	if all && err != nil && len(recs) == 0 {
+		m.opts.Report.Warn(fmt.Sprintf("the machines of the %s driver are not listed: %v", engine, err))
+	}
 	if all && err == nil {
 		for _, machine := range machines {
 			list = append(list, Status{

@@ -55,8 +55,11 @@ func (h Home) acquire(name, verb string) (*lock, error) {
 		if !errors.Is(err, syscall.EWOULDBLOCK) {
 			return nil, fmt.Errorf("lock %s: %w", name, err)
 		}
-		if time.Now().After(deadline) {
-			return nil, &LockedError{name, h.holder(name)}
+		// An owner that has not signed yet gets a little more time, for the
+		// message to name it.
+		who := h.holder(name)
+		if past := time.Since(deadline); past > 0 && (who.PID != 0 || past > probeGrace) {
+			return nil, &LockedError{name, who}
 		}
 		time.Sleep(20 * time.Millisecond)
 	}
@@ -115,7 +118,10 @@ func (l *lock) sign(verb string) error {
 	return err
 }
 
-func (l *lock) release() { _ = l.file.Close() }
+func (l *lock) release() {
+	_ = l.file.Truncate(0) // the next owner is not to be taken for this one
+	_ = l.file.Close()
+}
 
 // discard releases the lock of a box that is gone and removes its file.
 func (l *lock) discard() {

@@ -143,8 +143,7 @@ func (m *Manager) beginExisting(name, verb string) (*mutation, error) {
 		return nil, err
 	}
 	if mu.rec, err = m.registry.get(name); err != nil {
-		mu.end(nil)
-		return nil, err
+		return nil, mu.end(err)
 	}
 	mu.earlier = mu.rec.Operation
 	return mu, nil

@@ -12,8 +12,10 @@ import (
 
 // workload is a machine's main command: it waits for hb to arrive and becomes
 // its supervisor.
-var workload = []string{"/bin/sh", "-c",
-	"trap 'exit 0' TERM INT; until [ -x " + wire.HBPath + " ]; do sleep 0.1; done; exec " + wire.HBPath + " supervise"}
+var workload = []string{
+	"/bin/sh", "-c",
+	"trap 'exit 0' TERM INT; until [ -x " + wire.HBPath + " ]; do sleep 0.1; done; exec " + wire.HBPath + " supervise",
+}
 
 // NewOptions are the choices of one `new`.
 type NewOptions struct {

@@ -197,7 +197,7 @@ func hintsOf(err error) []string {
 // leaves returns err and everything that it wraps.
 func leaves(err error) []error {
 	all := []error{err}
-	switch e := err.(type) {
+	switch e := err.(type) { //nolint:errorlint // it walks the whole tree itself
 	case interface{ Unwrap() error }:
 		if inner := e.Unwrap(); inner != nil {
 			all = append(all, leaves(inner)...)

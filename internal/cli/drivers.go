@@ -32,11 +32,13 @@ func (a *app) driver(_ context.Context, c config.Config, name string) (vm.Driver
 	return nil, &vm.EngineError{Engine: name, Reason: fmt.Sprintf("the driver %s is not part of this version", name), Fix: "box help config"}
 }
 
-// engines are the names of all drivers.
+// engines are the names of all drivers; "auto" is none of its own.
 func (a *app) engines() []string {
 	names := make([]string, 0, len(a.Drivers))
 	for name := range a.Drivers {
-		names = append(names, name)
+		if name != "auto" {
+			names = append(names, name)
+		}
 	}
 	return names
 }

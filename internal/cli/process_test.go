@@ -165,6 +165,17 @@ func TestEightNewOfDifferentNames(t *testing.T) {
 	}
 }
 
+func TestSeveralEnterAStoppedBox(t *testing.T) {
+	t.Parallel()
+	h := newHost(t)
+	h.must("new", "alpha")
+	h.must("stop", "alpha")
+	codes, errs := h.together(slices.Repeat([][]string{{"enter", "alpha", "--", "hb", "status"}}, 6))
+	if !slices.Equal(codes, make([]int, 6)) {
+		t.Errorf("%v %q", codes, errs)
+	}
+}
+
 func TestEnterIsBinarySafe(t *testing.T) {
 	t.Parallel()
 	h := newHost(t)

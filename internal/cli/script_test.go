@@ -188,10 +188,16 @@ func setUp(env *testscript.Env) error {
 		return err
 	}
 	for _, kv := range [][2]string{
-		{fakeDirVar, dir}, {builtVar, os.Getenv(builtVar)}, {saidVar, filepath.Join(dir, "said")},
-		{"BOX_HOME", filepath.Join(home, "box")}, {"HOME", home}, {"TMPDIR", filepath.Join(env.WorkDir, "tmp")},
-		{"XDG_DATA_HOME", filepath.Join(home, "xdg-data")}, {"XDG_CONFIG_HOME", filepath.Join(home, "xdg-config")},
-		{"B", filepath.Join(home, "box/.box")}, {"M", filepath.Join(dir, "machines")},
+		{fakeDirVar, dir},
+		{builtVar, os.Getenv(builtVar)},
+		{saidVar, filepath.Join(dir, "said")},
+		{"BOX_HOME", filepath.Join(home, "box")},
+		{"HOME", home},
+		{"TMPDIR", filepath.Join(env.WorkDir, "tmp")},
+		{"XDG_DATA_HOME", filepath.Join(home, "xdg-data")},
+		{"XDG_CONFIG_HOME", filepath.Join(home, "xdg-config")},
+		{"B", filepath.Join(home, "box/.box")},
+		{"M", filepath.Join(dir, "machines")},
 	} {
 		env.Setenv(kv[0], kv[1])
 	}

@@ -165,7 +165,7 @@ func (t *terminal) ask(ctx context.Context, question string) (string, error) {
 		_, _ = fmt.Fprintln(t.stderr)
 		return "", context.Cause(ctx)
 	case a := <-typed:
-		if a.err != nil && a.err != io.EOF {
+		if a.err != nil && !errors.Is(a.err, io.EOF) {
 			return "", a.err
 		}
 		return strings.TrimRight(a.line, "\r\n"), nil
