@@ -5,12 +5,12 @@ package e2e
 import (
 	"bytes"
 	"errors"
-	"fmt"
 	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -31,6 +31,7 @@ type watcher struct {
 
 	mu      sync.Mutex
 	planted [][]byte
+	known   map[string]string // command lines at the last sample, by pid
 	onHost  map[string]string // text -> where
 	inBoxes map[string]string
 	done    chan struct{}
@@ -67,41 +68,55 @@ func (w *watcher) plant(text string) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.planted = append(w.planted, []byte(text))
+	w.known = nil // look at all again
 }
 
 func (w *watcher) sample() {
-	processes, _ := filepath.Glob("/proc/[0-9]*")
+	entries, _ := os.ReadDir("/proc")
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	for _, dir := range processes {
-		if dir == fmt.Sprintf("/proc/%d", os.Getpid()) {
+	known := make(map[string]string, len(w.known))
+	for _, e := range entries {
+		dir := "/proc/" + e.Name()
+		if c := e.Name()[0]; c < '0' || c > '9' || e.Name() == strconv.Itoa(os.Getpid()) {
 			continue
 		}
-		for _, file := range []string{"cmdline", "environ"} {
-			data, err := os.ReadFile(filepath.Join(dir, file))
-			if err != nil || len(data) == 0 {
-				continue // ended meanwhile, or another user's
-			}
-			var found []string
-			for _, text := range tokenLike.FindAll(data, -1) {
-				found = append(found, string(text))
-			}
-			for _, text := range w.planted {
-				if bytes.Contains(data, text) && !w.mayHave(dir, file) {
-					found = append(found, string(text))
-				}
-			}
-			if found == nil {
-				continue
-			}
-			seen, whose := w.onHost, "the host's"
-			if ns, err := os.Readlink(filepath.Join(dir, "ns/pid")); err == nil && ns != w.self {
-				seen, whose = w.inBoxes, "the box's"
-			}
-			for _, text := range found {
-				seen[text] = whose + " process " + name(dir) + " (" + file + ")"
-			}
+		cmdline, err := os.ReadFile(dir + "/cmdline")
+		if err != nil || len(cmdline) == 0 {
+			continue // ended meanwhile, or the kernel's
 		}
+		// A process has a new environment only with a new command line, nearly
+		// always, and most processes stay what they are.
+		known[e.Name()] = string(cmdline)
+		if w.known[e.Name()] == string(cmdline) {
+			continue
+		}
+		environ, _ := os.ReadFile(dir + "/environ") // it may be another user's
+		w.examine(dir, "cmdline", cmdline)
+		w.examine(dir, "environ", environ)
+	}
+	w.known = known
+}
+
+func (w *watcher) examine(dir, file string, data []byte) {
+	var found []string
+	for _, text := range tokenLike.FindAll(data, -1) {
+		found = append(found, string(text))
+	}
+	for _, text := range w.planted {
+		if bytes.Contains(data, text) && !w.mayHave(dir, file) {
+			found = append(found, string(text))
+		}
+	}
+	if found == nil {
+		return
+	}
+	seen, whose := w.onHost, "the host's"
+	if ns, err := os.Readlink(filepath.Join(dir, "ns/pid")); err == nil && ns != w.self {
+		seen, whose = w.inBoxes, "the box's"
+	}
+	for _, text := range found {
+		seen[text] = whose + " process " + name(dir) + " (" + file + ")"
 	}
 }
 
