@@ -494,6 +494,7 @@ func TestNothingSecretInTheProcessList(t *testing.T) {
 			running = false
 		default:
 			h.lookAtProcesses(cmd.Process.Pid, passphrase, password)
+			time.Sleep(5 * time.Millisecond) // leave it some of the processor
 		}
 	}
 	if looks < 5 {

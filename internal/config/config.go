@@ -143,7 +143,8 @@ func Parse(name string, data []byte, m Machine) (Config, error) {
 		}
 		match := assignment.FindStringSubmatch(trimmed)
 		if match == nil {
-			return Config{}, fail("%q is not KEY=VALUE", trimmed)
+			before, _, _ := strings.Cut(trimmed, "=") // what follows may hold a password
+			return Config{}, fail("%q is not KEY=VALUE", before)
 		}
 		key := match[1]
 		value, err := unquote(match[2])
@@ -184,7 +185,7 @@ func unquote(raw string) (string, error) {
 			switch ch := rest[i]; {
 			case ch == q:
 				if tail := strings.TrimSpace(rest[i+1:]); tail != "" && !strings.HasPrefix(tail, "#") {
-					return "", fmt.Errorf("unexpected %q after the closing quote", tail)
+					return "", errors.New("unexpected text after the closing quote")
 				}
 				return b.String(), nil
 			case q == '"' && ch == '\\' && i+1 < len(rest) && strings.IndexByte("\"\\$`", rest[i+1]) >= 0:
