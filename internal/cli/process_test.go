@@ -384,7 +384,9 @@ func (r *recorder) serve(l net.Listener) {
 			r.seen.Write(buf[:n])
 			r.hits++
 			r.mu.Unlock()
-			_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\nContent-Length: 64\r\nConnection: close\r\n\r\n"+strings.Repeat("0", 64))
+			// As Executor would, so that a credential is what it seems to want.
+			_, _ = io.WriteString(c, "HTTP/1.1 401 Unauthorized\r\nWWW-Authenticate: Bearer realm=\"executor\"\r\n"+
+				"Content-Type: text/plain\r\nContent-Length: 12\r\nConnection: close\r\n\r\nUnauthorized")
 		}()
 	}
 }
