@@ -53,11 +53,13 @@ type surrounding struct {
 }
 
 // tmuxHarness runs the probe in a real session of a tmux server of its own.
+// The server would end with its only session, and a probe that is quicker than
+// the next client of the server would leave that one without an answer.
 const tmuxHarness = `set -eu
 dir=$(mktemp -d /tmp/hb-probe.XXXXXX)
 trap 'tmux -S "$dir/s" kill-server 2>/dev/null || :; rm -rf "$dir"' EXIT
 printf '%s' "$1" >"$dir/probe"
-tmux -S "$dir/s" -f /etc/tmux.conf new-session -d -x 80 -y 24 "bash -l '$dir/probe' >'$dir/out' 2>/dev/null; tmux -S '$dir/s' wait-for -S done"
+tmux -S "$dir/s" -f /etc/tmux.conf start-server ';' set-option -s exit-empty off ';' new-session -d -x 80 -y 24 "bash -l '$dir/probe' >'$dir/out' 2>/dev/null; tmux -S '$dir/s' wait-for -S done"
 tmux -S "$dir/s" wait-for done
 cat "$dir/out"
 `
