@@ -39,7 +39,7 @@ func TestSameName(t *testing.T) {
 // TestManyBoxes makes boxes of different names at once, beside a stranger who
 // holds a port of the range.
 func TestManyBoxes(t *testing.T) {
-	h := newHome(t, map[string]string{"BOX_CPUS": "1", "BOX_MEM_MIB": "1024"})
+	h := newHome(t, map[string]string{"BOX_CPUS": "1", "BOX_MEM_MIB": "2048"})
 	stranger, err := net.Listen("tcp", "127.0.0.1:"+strconv.Itoa(run.portLo+1))
 	if err != nil {
 		t.Fatal(err)
