@@ -25,7 +25,7 @@ import (
 // allChecks is every check that the doctor makes of a box without Hermes.
 // Only mcp.hermes may be skipped.
 var allChecks = []string{
-	"isolation", "hb",
+	"isolation", "hb", "clock",
 	"tool.claude", "tool.codex", "tool.executor", "tool.node", "tool.npm", "tool.git", "tool.curl", "tool.tmux",
 	"tool.nvim", "tool.rg", "tool.jq", "tool.sudo", "tool.less", "tool.ssh",
 	"state.mounted", "state.space", "state.writable", "state.owner", "state.secrets", "state.sqlite",

@@ -41,6 +41,9 @@ func (m *Manager) examine(ctx context.Context, drv vm.Driver, rec Record) (wire.
 		return wire.Report{}, fmt.Errorf("doctor %s: %w (%s)", rec.Name, ErrNotRunning, machine.State)
 	}
 	checks := []wire.Check{isolationCheck(machine)}
+	for _, note := range machine.Notes {
+		checks = append(checks, wire.Check{ID: "network", Status: wire.Info, Summary: note, Evidence: "the driver " + drv.Name()})
+	}
 	inside, paused := m.examineInside(ctx, drv, rec)
 	checks = append(checks, inside...)
 	checks = append(checks, m.examineDoor(ctx, drv, rec, paused))
@@ -59,7 +62,7 @@ func isolationCheck(machine vm.Machine) wire.Check {
 func (m *Manager) examineInside(ctx context.Context, drv vm.Driver, rec Record) (checks []wire.Check, paused bool) {
 	g := guest{drv: drv, name: rec.Name}
 	repair := "box repair " + rec.Name
-	hello, err := g.hello(ctx)
+	skew, hello, err := m.clockSkew(ctx, g)
 	if err != nil {
 		return []wire.Check{{ID: "hb", Status: wire.Fail, Summary: "hb in the box does not answer as it should", Evidence: wire.Printable(err.Error()), Fix: repair}}, false
 	}
@@ -67,7 +70,7 @@ func (m *Manager) examineInside(ctx context.Context, drv vm.Driver, rec Record) 
 	if hello.Version != m.opts.Version {
 		c.Status, c.Summary, c.Fix = wire.Info, fmt.Sprintf("hb is version %s, box is %s", wire.Printable(hello.Version), m.opts.Version), repair
 	}
-	checks = append(checks, c)
+	checks = append(checks, c, clockCheck(rec.Name, skew))
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Minute)
 	defer cancel()
 	code, out, err := g.call(ctx, nil, "doctor", "--json")
@@ -190,7 +193,7 @@ func (m *Manager) Running(ctx context.Context, name string) (Record, error) {
 		if err != nil {
 			return Record{}, err
 		}
-		_, machine, err := m.inspect(ctx, rec)
+		drv, machine, err := m.inspect(ctx, rec)
 		if err != nil {
 			return Record{}, err
 		}
@@ -200,6 +203,8 @@ func (m *Manager) Running(ctx context.Context, name string) (Record, error) {
 			starting = m.home.holder(name).Verb == "start"
 		}
 		if machine.OwnerID == rec.OwnerID && machine.State == vm.Running && !starting {
+			// A wrong clock is no reason to keep anybody out; the doctor tells.
+			_ = m.syncClock(ctx, guest{drv: drv, name: name}, machine.Isolation)
 			return rec, nil
 		}
 		// Somebody else may be starting it: that is what is wanted here, too.

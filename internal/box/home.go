@@ -37,6 +37,9 @@ func (h Home) Backups() string { return filepath.Join(h.dir, "backups") }
 // Cache holds what can be made again.
 func (h Home) Cache() string { return filepath.Join(h.private(), "cache") }
 
+// Machines is where drivers keep what their engine keeps nowhere else.
+func (h Home) Machines() string { return filepath.Join(h.private(), "machines") }
+
 func (h Home) private() string     { return filepath.Join(h.dir, ".box") }
 func (h Home) records() string     { return filepath.Join(h.private(), "boxes") }
 func (h Home) locks() string       { return filepath.Join(h.private(), "locks") }

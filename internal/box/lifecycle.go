@@ -42,7 +42,15 @@ func (m *Manager) startMachine(ctx context.Context, drv vm.Driver, rec Record, l
 	}
 	ctx, cancel := context.WithTimeoutCause(ctx, 5*time.Minute, errors.New("the supervisor did not answer within 5 minutes"))
 	defer cancel()
-	return m.awaitSupervisor(ctx, guest{drv: drv, name: rec.Name, log: log})
+	g := guest{drv: drv, name: rec.Name, log: log}
+	if err := m.awaitSupervisor(ctx, g); err != nil {
+		return err
+	}
+	machine, err := drv.Inspect(ctx, rec.Name)
+	if err != nil {
+		return err
+	}
+	return m.syncClock(ctx, g, machine.Isolation)
 }
 
 // boot starts the machine of a box that has its port already.
@@ -141,6 +149,13 @@ func (m *Manager) Repair(ctx context.Context, name string) (report wire.Report, 
 		return wire.Report{}, err
 	}
 	if err := m.installHB(ctx, g); err != nil {
+		return wire.Report{}, err
+	}
+	machine, err := drv.Inspect(ctx, name)
+	if err != nil {
+		return wire.Report{}, err
+	}
+	if err := m.syncClock(ctx, g, machine.Isolation); err != nil {
 		return wire.Report{}, err
 	}
 	if err := m.provision(ctx, mu, g, true); err != nil {

@@ -65,9 +65,6 @@ func Main(p Program) int {
 	for _, secret := range []string{"BOX_PASSPHRASE", "BOX_PASSPHRASE_FILE"} {
 		_ = os.Unsetenv(secret)
 	}
-	if p.Drivers == nil {
-		p.Drivers = builtinDrivers()
-	}
 	if p.HB == nil {
 		p.HB = func() ([]byte, error) { return hbbin.Binary(runtime.GOARCH) }
 	}
@@ -251,6 +248,9 @@ func (a *app) manager() (*box.Manager, box.Home, error) {
 	cfg, err := config.Load(h.ConfigFile(), config.ThisMachine())
 	if err != nil {
 		return nil, box.Home{}, err
+	}
+	if a.Drivers == nil {
+		a.Drivers = builtinDrivers(h, a.HB)
 	}
 	store := rootfs.NewStore(filepath.Join(h.Cache(), "bases"))
 	var output io.Writer

@@ -3,31 +3,41 @@ package cli
 import (
 	"context"
 	"fmt"
+	"path/filepath"
+	"runtime"
 
+	"hermes-box-lite/internal/box"
 	"hermes-box-lite/internal/config"
 	"hermes-box-lite/internal/vm"
 	"hermes-box-lite/internal/vm/container"
+	"hermes-box-lite/internal/vm/qemu"
 )
 
 // builtinDrivers are the engines that this program can use.
-func builtinDrivers() map[string]func(config.Config) vm.Driver {
+func builtinDrivers(h box.Home, hb func() ([]byte, error)) map[string]func(config.Config) vm.Driver {
 	return map[string]func(config.Config) vm.Driver{
 		"container": func(c config.Config) vm.Driver { return container.New(c.ContainerEngine) },
+		"qemu": func(c config.Config) vm.Driver {
+			return qemu.New(qemu.Options{Dir: filepath.Join(h.Machines(), "qemu"), HB: hb, Kernel: c.Kernel})
+		},
 	}
 }
 
 // driver returns a driver by name. "auto" only ever picks a virtual machine:
 // a container is weaker and must be asked for.
 func (a *app) driver(_ context.Context, c config.Config, name string) (vm.Driver, error) {
+	if name == "auto" && a.Drivers["auto"] == nil {
+		if runtime.GOOS != "linux" {
+			return nil, &vm.EngineError{
+				Engine: "BOX_DRIVER=auto",
+				Reason: "no driver for virtual machines on " + runtime.GOOS + " is part of this version; containers share a kernel and are used only when box.env says BOX_DRIVER=container",
+				Fix:    "box help config",
+			}
+		}
+		name = "qemu"
+	}
 	if build, ok := a.Drivers[name]; ok {
 		return build(c), nil
-	}
-	if name == "auto" {
-		return nil, &vm.EngineError{
-			Engine: "BOX_DRIVER=auto",
-			Reason: "no driver for virtual machines is part of this version; containers share the host's kernel and are used only when box.env says BOX_DRIVER=container",
-			Fix:    "box help config",
-		}
 	}
 	return nil, &vm.EngineError{Engine: name, Reason: fmt.Sprintf("the driver %s is not part of this version", name), Fix: "box help config"}
 }

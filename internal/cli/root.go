@@ -106,6 +106,9 @@ $XDG_CONFIG_HOME/hermes-box. Unknown keys and bad values are refused.
   BOX_CPUS, BOX_MEM_MIB size of new boxes (min(4, cores); min(8192, half of RAM))
   BOX_OVERLAY_GIB       size of the system disk, sparse (64)
   BOX_STORAGE_GIB       size of the disk of /data where it has its own
+  BOX_KERNEL            a directory with boot/vmlinuz and lib/modules, or a kernel
+                        package, for virtual machines (the base's own, else the
+                        one that the host's package client brings)
   CLAUDE_VERSION, CODEX_VERSION, EXECUTOR_VERSION, HERMES_VERSION
                         versions to install; empty means the latest
   HERMES_INSTALLER      another address, or path in the box, of Hermes' installer
