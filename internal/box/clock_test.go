@@ -14,8 +14,12 @@ func TestSkew(t *testing.T) {
 		took  time.Duration // of the question
 		want  wire.Status
 	}{
-		{0, 0, wire.Pass}, {3 * time.Second, 4 * time.Second, wire.Pass}, {-45 * time.Minute, time.Second, wire.Fail},
-		{24 * time.Hour, 2 * time.Second, wire.Fail}, {-4 * time.Second, 0, wire.Pass}, {7 * time.Second, time.Second, wire.Fail},
+		{0, 0, wire.Pass},
+		{3 * time.Second, 4 * time.Second, wire.Pass},
+		{-45 * time.Minute, time.Second, wire.Fail},
+		{24 * time.Hour, 2 * time.Second, wire.Fail},
+		{-4 * time.Second, 0, wire.Pass},
+		{7 * time.Second, time.Second, wire.Fail},
 	} {
 		// hb tells whole seconds.
 		skew := skewOf(now.Add(c.guest).Truncate(time.Second), now, now.Add(c.took))

@@ -178,8 +178,10 @@ func disks(logger *log.Logger) error {
 		return err
 	}
 	for _, m := range []struct{ kind, target, options string }{
-		{"tmpfs", "/run", "mode=0755,size=20%"}, {"tmpfs", "/tmp", "mode=1777,size=50%"},
-		{"devpts", "/dev/pts", "gid=5,mode=620,ptmxmode=666"}, {"tmpfs", "/dev/shm", "mode=1777"},
+		{"tmpfs", "/run", "mode=0755,size=20%"},
+		{"tmpfs", "/tmp", "mode=1777,size=50%"},
+		{"devpts", "/dev/pts", "gid=5,mode=620,ptmxmode=666"},
+		{"tmpfs", "/dev/shm", "mode=1777"},
 		{"cgroup2", "/sys/fs/cgroup", ""},
 	} {
 		if err := mount(m.kind, m.target, m.kind, unix.MS_NOSUID, m.options); err != nil {

@@ -1,6 +1,7 @@
 package qemu
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -111,7 +112,7 @@ func awaitBound(port int, ended <-chan error) error {
 		}
 		select {
 		case err := <-ended:
-			return fmt.Errorf("ended at once (%v)", err)
+			return errors.Join(errors.New("ended at once"), err)
 		case <-time.After(20 * time.Millisecond):
 		}
 	}
