@@ -239,6 +239,9 @@ func TestProxyPassword(t *testing.T) {
 	if got := h.in(name, "grep -c PROXY= /etc/hermes-box.env || true; stat -c %a /etc/hermes-box.env"); got != "0\n644" {
 		t.Errorf("proxies in the settings that everybody can read, and their mode: %q", got)
 	}
+	if !run.full {
+		return // what follows waits minutes for a network
+	}
 	// The registry cannot be reached now. What is installed stays.
 	r := h.box("repair", "--verbose", name)
 	t.Logf("repair without a network: exit code %d", r.code)
