@@ -14,15 +14,14 @@ import (
 	"hermes-box-lite/internal/vm"
 )
 
-// The files of a converted base, in a directory called by its digest: one disk
-// that all overlays share and nobody writes, what boots it, and a mark of
-// completeness. Machines refer to them by relative paths, so that the whole
-// directory of the driver may be moved.
+// The files of a converted base, in a directory called by its digest, which
+// appears by one rename: one disk that all overlays share and nobody writes,
+// and what boots it. Machines refer to them by relative paths, so that the
+// whole directory of the driver may be moved.
 const (
-	baseDisk     = "disk.raw"
-	baseKernel   = "vmlinuz"
-	baseModules  = "modules.cpio"
-	baseComplete = "complete"
+	baseDisk    = "disk.raw"
+	baseKernel  = "vmlinuz"
+	baseModules = "modules.cpio"
 )
 
 // baseFile is the path of a base's file as seen from a machine's directory.
@@ -44,17 +43,29 @@ func (d *Driver) convert(ctx context.Context, base vm.Base) (string, error) {
 		return "", err
 	}
 	defer unlock()
-	if _, err := os.Stat(filepath.Join(dir, baseComplete)); err == nil {
+	if _, err := os.Stat(dir); err == nil {
 		return digest, nil
 	}
-	// What a killed conversion left is made anew.
-	if err := os.RemoveAll(dir); err != nil {
+	// Programs of a killed conversion may still write to its directory, so
+	// every conversion has one of its own.
+	stale, err := filepath.Glob(dir + ".making.*")
+	if err != nil {
 		return "", err
 	}
-	if err := d.fill(ctx, base.Tar, dir); err != nil {
-		return "", errors.Join(err, os.RemoveAll(dir))
+	for _, path := range stale {
+		_ = os.RemoveAll(path) // the next one tries again
 	}
-	return digest, atomicfile.Write(filepath.Join(dir, baseComplete), nil, 0o600)
+	making, err := os.MkdirTemp(filepath.Dir(dir), digest+".making.")
+	if err != nil {
+		return "", err
+	}
+	if err = d.fill(ctx, base.Tar, making); err == nil {
+		err = os.Rename(making, dir)
+	}
+	if err != nil {
+		return "", errors.Join(err, os.RemoveAll(making))
+	}
+	return digest, atomicfile.SyncDir(filepath.Dir(dir))
 }
 
 var hexDigest = regexp.MustCompile(`^[0-9a-f]{32,128}$`)
@@ -71,7 +82,23 @@ func (d *Driver) fill(ctx context.Context, tarball, dir string) error {
 	if err := d.findBoot(ctx, tree, dir); err != nil {
 		return err
 	}
-	return os.RemoveAll(tree)
+	if err := os.RemoveAll(tree); err != nil {
+		return err
+	}
+	for _, name := range []string{baseDisk, baseKernel, baseModules} {
+		if err := syncFile(filepath.Join(dir, name)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func syncFile(path string) error {
+	f, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	return errors.Join(f.Sync(), f.Close())
 }
 
 // makeDisk unpacks a root filesystem and builds an ext4 disk of it. Without

@@ -31,6 +31,11 @@ var realKernel = regexp.MustCompile(`^linux-(image|modules)-[0-9][0-9A-Za-z.+-]*
 // returns the directory that it was unpacked to. Nothing is installed.
 func (d *Driver) fetchKernel(ctx context.Context) (string, error) {
 	dir := filepath.Join(d.opts.Dir, "kernel")
+	unlock, err := flock(ctx, dir+".lock")
+	if err != nil {
+		return "", err
+	}
+	defer unlock()
 	if _, err := newest(filepath.Join(dir, "boot/vmlinuz*")); err == nil {
 		return dir, nil
 	}
@@ -64,6 +69,12 @@ func (d *Driver) download(ctx context.Context, meta, dir string) error {
 	}
 	if len(names) == 0 {
 		return fmt.Errorf("package %s is not known here", meta)
+	}
+	// What a killed download left. The caller holds the lock.
+	if stale, err := filepath.Glob(filepath.Join(d.opts.Dir, ".kernel-*")); err == nil {
+		for _, path := range stale {
+			_ = os.RemoveAll(path)
+		}
 	}
 	tmp, err := os.MkdirTemp(d.opts.Dir, ".kernel-")
 	if err != nil {

@@ -20,14 +20,14 @@ type verdict struct {
 func (d *Driver) verdictPath() string { return filepath.Join(d.opts.Dir, "kvm.json") }
 
 // kvmChoice says whether KVM is to be tried, and whether it has booted a
-// machine on this boot of the host.
-type kvmChoice struct{ use, proven bool }
+// machine, or failed to, on this boot of the host.
+type kvmChoice struct{ use, proven, lies bool }
 
 // kvm decides. That /dev/kvm opens proves nothing: there are hosts on which it
 // opens, answers and yet runs no stock kernel. So the module and the
 // processor's flags must be there, and the first boot is limited in time.
 func (d *Driver) kvm() kvmChoice {
-	if d.opts.Emulate || !kvmPlausible() {
+	if d.opts.Emulate || !d.plausible() {
 		return kvmChoice{}
 	}
 	data, err := os.ReadFile(d.verdictPath())
@@ -35,7 +35,7 @@ func (d *Driver) kvm() kvmChoice {
 	if err != nil || json.Unmarshal(data, &v) != nil || v.BootID != bootID() {
 		return kvmChoice{use: true}
 	}
-	return kvmChoice{use: v.Works, proven: v.Works}
+	return kvmChoice{use: v.Works, proven: v.Works, lies: !v.Works}
 }
 
 func (d *Driver) rememberKVM(works bool) error {
@@ -45,6 +45,9 @@ func (d *Driver) rememberKVM(works bool) error {
 	}
 	return atomicfile.Write(d.verdictPath(), data, 0o600)
 }
+
+// lyingKVM is the note of a machine on a host whose KVM did not boot it.
+const lyingKVM = "/dev/kvm is there, but no machine booted with it: software emulation is used, which is many times slower"
 
 func kvmPlausible() bool {
 	f, err := os.OpenFile("/dev/kvm", os.O_RDWR, 0)
@@ -59,12 +62,15 @@ func kvmPlausible() bool {
 	if err != nil {
 		return false
 	}
-	for _, pair := range []struct{ flag, module string }{{"vmx", "kvm_intel"}, {"svm", "kvm_amd"}} {
-		if _, err := os.Stat("/sys/module/" + pair.module); err == nil && hasFlag(string(info), pair.flag) {
-			return true
-		}
-	}
-	return false
+	return hardwareKVM(string(info), func(module string) bool {
+		_, err := os.Stat("/sys/module/" + module)
+		return err == nil
+	})
+}
+
+// hardwareKVM looks for an x86 processor's extension and its module.
+func hardwareKVM(cpuinfo string, loaded func(module string) bool) bool {
+	return hasFlag(cpuinfo, "vmx") && loaded("kvm_intel") || hasFlag(cpuinfo, "svm") && loaded("kvm_amd")
 }
 
 func hasFlag(cpuinfo, flag string) bool {

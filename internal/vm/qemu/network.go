@@ -34,10 +34,10 @@ func (n network) close() {
 // of them have. Its gateway is not mapped to the host. Without passt it is
 // QEMU's user networking, and the record says what that means.
 func (d *Driver) startNetwork(r *record) (network, error) {
-	r.Notes, r.Passt = nil, process{}
+	r.Passt = process{}
 	path, err := lookPath("passt")
 	if err != nil {
-		r.Notes = []string{reachesHost}
+		r.Notes = append(r.Notes, reachesHost)
 		args := fmt.Sprintf("user,id=net,hostfwd=tcp:127.0.0.1:%d-:%d", r.ChannelPort, wire.ChannelPort)
 		if r.HostPort != 0 {
 			args += fmt.Sprintf(",hostfwd=tcp:127.0.0.1:%d-:%d", r.HostPort, r.GuestPort)

@@ -1,9 +1,11 @@
 package qemu
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"os"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"syscall"
@@ -58,6 +60,27 @@ func startTime(pid int) string {
 		return ""
 	}
 	return fields[19]
+}
+
+// findMachine looks for the QEMU process of a machine by the UUID in its
+// arguments.
+func findMachine(id string) (process, bool) {
+	paths, _ := filepath.Glob("/proc/[0-9]*/cmdline")
+	for _, path := range paths {
+		data, err := os.ReadFile(path)
+		if err != nil || !bytes.Contains(data, []byte("\x00-uuid\x00"+id+"\x00")) {
+			continue
+		}
+		program, _, _ := strings.Cut(string(data), "\x00")
+		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(path)))
+		if err != nil || filepath.Base(program) != hostSystem().program {
+			continue
+		}
+		if p := identify(pid); p.alive() {
+			return p, true
+		}
+	}
+	return process{}, false
 }
 
 func bootID() string {

@@ -33,6 +33,7 @@ import (
 
 	"hermes-box-lite/internal/atomicfile"
 	"hermes-box-lite/internal/vm"
+	"hermes-box-lite/internal/wire"
 )
 
 // Options are what a Driver is made of.
@@ -50,12 +51,21 @@ type Options struct {
 }
 
 // Driver implements vm.Driver.
-type Driver struct{ opts Options }
+type Driver struct {
+	opts Options
+
+	// What only tests replace.
+	plausible func() bool   // whether KVM may work here
+	kvmBoot   time.Duration // how long a machine may take with KVM
+	emulated  time.Duration // how long by emulation
+}
 
 var _ vm.Driver = (*Driver)(nil)
 
 // New returns a driver; it touches nothing yet.
-func New(o Options) *Driver { return &Driver{o} }
+func New(o Options) *Driver {
+	return &Driver{opts: o, plausible: kvmPlausible, kvmBoot: kvmBoot, emulated: emulatedBoot}
+}
 
 // Name implements vm.Driver.
 func (d *Driver) Name() string { return "qemu" }
@@ -86,7 +96,7 @@ func (d *Driver) machines() string              { return filepath.Join(d.opts.Di
 func (d *Driver) dir(name string) string        { return filepath.Join(d.machines(), name) }
 func (d *Driver) recordPath(name string) string { return filepath.Join(d.dir(name), "machine.json") }
 
-// lock serializes starts, stops and deletions of one machine.
+// lock serializes what changes one machine.
 func (d *Driver) lock(ctx context.Context, name string) (unlock func(), err error) {
 	dir := filepath.Join(d.opts.Dir, "locks")
 	if err := os.MkdirAll(dir, 0o700); err != nil {
@@ -103,7 +113,15 @@ func flock(ctx context.Context, path string) (unlock func(), err error) {
 	for {
 		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
 		if err == nil {
-			return func() { _ = f.Close() }, nil
+			if isAt(f, path) {
+				return func() { _ = f.Close() }, nil
+			}
+			// Its last holder removed it.
+			_ = f.Close()
+			if f, err = os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
+				return nil, err
+			}
+			continue
 		}
 		if !errors.Is(err, syscall.EWOULDBLOCK) {
 			return nil, errors.Join(err, f.Close())
@@ -114,6 +132,35 @@ func flock(ctx context.Context, path string) (unlock func(), err error) {
 		case <-time.After(20 * time.Millisecond):
 		}
 	}
+}
+
+// isAt reports whether a path still names an open file.
+func isAt(f *os.File, path string) bool {
+	own, err := f.Stat()
+	if err != nil {
+		return false
+	}
+	there, err := os.Stat(path)
+	return err == nil && os.SameFile(own, there)
+}
+
+// scratch are the directories in which a machine is made or to which it is
+// moved for its removal. No name of a machine has a dot in it.
+func (d *Driver) making(name string) string   { return ".making-" + name + "." }
+func (d *Driver) removing(name string) string { return ".removing-" + name + "." }
+
+// sweep removes what killed calls left of a machine that they were making or
+// removing. The caller holds the machine's lock.
+func (d *Driver) sweep(name string) error {
+	var errs []error
+	for _, prefix := range []string{d.making(name), d.removing(name)} {
+		found, err := filepath.Glob(filepath.Join(d.machines(), prefix+"*"))
+		errs = append(errs, err)
+		for _, path := range found {
+			errs = append(errs, os.RemoveAll(path))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // load reads a machine's record. A directory without one is left-over storage
@@ -137,6 +184,12 @@ func (d *Driver) load(name string) (record, error) {
 	}
 	if r.Name != name || r.OwnerID == "" || r.ID == "" {
 		return record{}, fmt.Errorf("%s is not the record of machine %s", d.recordPath(name), name)
+	}
+	if !r.QEMU.alive() {
+		// A start that was killed may have started it and not come to record it.
+		if p, ok := findMachine(r.ID); ok {
+			r.QEMU = p
+		}
 	}
 	return r, nil
 }
@@ -196,8 +249,12 @@ func (d *Driver) List(ctx context.Context) ([]vm.Machine, error) {
 		if errors.Is(err, vm.ErrNotFound) {
 			continue
 		}
+		if ctx.Err() != nil {
+			return nil, context.Cause(ctx)
+		}
 		if err != nil {
-			return nil, err
+			// A damaged record: something is there, nobody knows whose.
+			m = vm.Machine{Name: e.Name(), State: vm.Unknown, Isolation: vm.IsolationEmulated}
 		}
 		list = append(list, m)
 	}
@@ -210,7 +267,7 @@ const defaultStorageGiB = 64
 // Create implements vm.Driver. The machine's directory, with the owner id in
 // its record, appears by one rename.
 func (d *Driver) Create(ctx context.Context, spec vm.Spec) (vm.Machine, error) {
-	if err := requireTools(); err != nil {
+	if err := requireTools(lookPath); err != nil {
 		return vm.Machine{}, err
 	}
 	if spec.MemoryMiB < 256 {
@@ -226,7 +283,15 @@ func (d *Driver) Create(ctx context.Context, spec vm.Spec) (vm.Machine, error) {
 	if err != nil {
 		return vm.Machine{}, fmt.Errorf("prepare the base's disk: %w", err)
 	}
-	making, err := os.MkdirTemp(d.machines(), ".making-"+spec.Name+"-")
+	unlock, err := d.lock(ctx, spec.Name)
+	if err != nil {
+		return vm.Machine{}, err
+	}
+	defer unlock()
+	if err := d.sweep(spec.Name); err != nil {
+		return vm.Machine{}, err
+	}
+	making, err := os.MkdirTemp(d.machines(), d.making(spec.Name))
 	if err != nil {
 		return vm.Machine{}, err
 	}
@@ -311,8 +376,14 @@ func (d *Driver) Delete(ctx context.Context, name, ownerID string) error {
 		return err
 	}
 	defer unlock()
+	if err := d.sweep(name); err != nil {
+		return err
+	}
 	r, err := d.load(name)
 	if err != nil {
+		if errors.Is(err, vm.ErrNotFound) {
+			err = errors.Join(err, d.forgetLock(name))
+		}
 		return err
 	}
 	if ownerID == "" || r.OwnerID != ownerID {
@@ -322,7 +393,7 @@ func (d *Driver) Delete(ctx context.Context, name, ownerID string) error {
 		return fmt.Errorf("end the processes of %s: %w", name, err)
 	}
 	// Out of the way first, in one step: half a machine must not be found.
-	trash := filepath.Join(d.machines(), ".removing-"+r.ID)
+	trash := filepath.Join(d.machines(), d.removing(name)+r.ID)
 	if err := os.Rename(d.dir(name), trash); err != nil {
 		return err
 	}
@@ -331,6 +402,15 @@ func (d *Driver) Delete(ctx context.Context, name, ownerID string) error {
 	}
 	if _, err := os.Lstat(d.dir(name)); !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("%s is still there after its removal", d.dir(name))
+	}
+	return d.forgetLock(name)
+}
+
+// forgetLock removes a lock's file, which the caller holds; whoever waits for
+// it notices.
+func (d *Driver) forgetLock(name string) error {
+	if err := os.Remove(filepath.Join(d.opts.Dir, "locks", name)); !errors.Is(err, fs.ErrNotExist) {
+		return err
 	}
 	return nil
 }
@@ -346,7 +426,7 @@ func hostSystem() system {
 }
 
 // requireTools names the first missing program and its package.
-func requireTools() error {
+func requireTools(look func(string) (string, error)) error {
 	if runtime.GOOS != "linux" {
 		return &vm.EngineError{Engine: "qemu", Reason: "this driver is for Linux hosts"}
 	}
@@ -354,7 +434,7 @@ func requireTools() error {
 	for _, tool := range []struct{ program, pkg string }{
 		{sys.program, sys.pkg}, {"qemu-img", "qemu-utils"}, {"mke2fs", "e2fsprogs"},
 	} {
-		if _, err := lookPath(tool.program); err != nil {
+		if _, err := look(tool.program); err != nil {
 			return &vm.EngineError{Engine: "qemu", Reason: tool.program + " is not installed", Fix: "sudo apt-get install " + tool.pkg}
 		}
 	}
@@ -374,8 +454,8 @@ func lookPath(program string) (string, error) {
 	return path, err
 }
 
-// run executes a program of the host in dir; its error has the last line that
-// the program wrote.
+// run executes a program of the host in dir; its error has the last lines
+// that the program wrote.
 func run(ctx context.Context, dir, program string, args ...string) error {
 	path, err := lookPath(program)
 	if err != nil {
@@ -389,8 +469,10 @@ func run(ctx context.Context, dir, program string, args ...string) error {
 		return fmt.Errorf("%s: %w", program, context.Cause(ctx))
 	}
 	if err != nil {
+		// The last line may only say that it failed.
 		lines := strings.Split(strings.TrimSpace(string(out)), "\n")
-		return fmt.Errorf("%s: %s (%w)", program, lines[len(lines)-1], err)
+		lines = lines[max(0, len(lines)-2):]
+		return fmt.Errorf("%s: %s (%w)", program, wire.Printable(strings.Join(lines, "; ")), err)
 	}
 	return nil
 }

@@ -1,6 +1,6 @@
 //go:build linux
 
-package qemu_test
+package qemu
 
 import (
 	"bytes"
@@ -16,7 +16,6 @@ import (
 	"time"
 
 	"hermes-box-lite/internal/vm"
-	"hermes-box-lite/internal/vm/qemu"
 	"hermes-box-lite/internal/vm/vmtest"
 )
 
@@ -34,7 +33,7 @@ func TestConformance(t *testing.T) {
 	}
 	hb := buildHB(t)
 	vmtest.Run(t, vmtest.Harness{
-		Driver: qemu.New(qemu.Options{Dir: dir, HB: func() ([]byte, error) { return hb, nil }}),
+		Driver: New(Options{Dir: dir, HB: func() ([]byte, error) { return hb, nil }}),
 		Base:   vm.Base{Digest: digest(t, base), Tar: base}, Isolated: true, Patience: 10 * time.Minute,
 		Crash: func(t *testing.T, name string) {
 			data, err := os.ReadFile(filepath.Join(dir, "machines", name, "machine.json"))

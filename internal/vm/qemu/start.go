@@ -35,7 +35,7 @@ const (
 
 // Start implements vm.Driver.
 func (d *Driver) Start(ctx context.Context, name string) error {
-	if err := requireTools(); err != nil {
+	if err := requireTools(lookPath); err != nil {
 		return err
 	}
 	unlock, err := d.lock(ctx, name)
@@ -51,27 +51,31 @@ func (d *Driver) Start(ctx context.Context, name string) error {
 		return fmt.Errorf("%s is left-over storage without a record", d.dir(name))
 	}
 	if r.QEMU.alive() {
-		return d.awaitChannel(ctx, r, emulatedBoot)
+		return d.awaitChannel(ctx, r, d.emulated)
 	}
 	if err := r.Passt.end(ctx); err != nil {
 		return err
 	}
 	kvm := d.kvm()
+	r.Notes = nil
 	if kvm.use {
-		err := d.boot(ctx, &r, "kvm", kvmBoot)
+		err := d.boot(ctx, &r, "kvm", d.kvmBoot)
 		if err == nil {
 			return d.rememberKVM(true)
 		}
 		if kvm.proven || ctx.Err() != nil || errors.Is(err, vm.ErrPortTaken) {
 			return err
 		}
-		// It opens and yet does not run a kernel: remembered for this boot of
-		// the host.
-		if err := d.rememberKVM(false); err != nil {
-			return err
-		}
 	}
-	return d.boot(ctx, &r, "tcg,thread=multi", emulatedBoot)
+	if kvm.use || kvm.lies {
+		r.Notes = []string{lyingKVM}
+	}
+	if err := d.boot(ctx, &r, "tcg,thread=multi", d.emulated); err != nil || !kvm.use {
+		return err
+	}
+	// KVM opens and yet does not run what emulation runs: remembered for this
+	// boot of the host.
+	return d.rememberKVM(false)
 }
 
 // boot starts the machine with an accelerator and waits for its channel.
@@ -113,6 +117,11 @@ func (d *Driver) launch(r *record, accel string) error {
 		return err
 	}
 	defer nw.close()
+	// The port is on disk before there is anything to reach by it, so that a
+	// machine whose start was killed can still be found and used.
+	if err := d.save(*r); err != nil {
+		return err
+	}
 
 	path, err := lookPath(hostSystem().program)
 	if err != nil {
