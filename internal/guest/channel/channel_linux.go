@@ -80,7 +80,7 @@ func (s *Server) serve(raw net.Conn) {
 		if err != nil {
 			continue
 		}
-		go (&session{channel: channel, log: s.log, gone: make(chan struct{})}).serve(reqs)
+		go (&session{channel: channel, log: s.log, gone: make(chan struct{}), answered: make(chan struct{})}).serve(reqs)
 	}
 	_ = conn.Close()
 }
@@ -103,21 +103,32 @@ type session struct {
 	log     *log.Logger
 	term    string
 	size    *pty.Winsize // nil: no terminal
+	asked   bool         // a command was asked for
 
 	mu     sync.Mutex
 	cmd    *exec.Cmd
 	master *os.File
 	gone   chan struct{} // closed when the command has ended
+
+	answered chan struct{} // closed when the request for the command was answered
 }
 
 // serve handles requests until the channel closes; a command that still runs
 // then is ended.
 func (s *session) serve(requests <-chan *ssh.Request) {
+	answered := false
 	for r := range requests {
 		ok := s.handle(r)
 		if r.WantReply {
 			_ = r.Reply(ok, nil)
 		}
+		if r.Type == "exec" && ok {
+			answered = true
+			close(s.answered)
+		}
+	}
+	if !answered {
+		close(s.answered)
 	}
 	s.kill()
 }
@@ -149,10 +160,12 @@ func (s *session) handle(r *ssh.Request) bool {
 			return false
 		}
 		argv, err := wire.DecodeArgv(p.Command)
-		if err != nil || s.cmd != nil {
+		if err != nil || s.asked {
 			return false
 		}
-		return s.start(argv) == nil
+		s.asked = true
+		s.start(argv)
+		return true
 	case wire.KillRequest:
 		s.kill()
 		return true
@@ -166,7 +179,7 @@ func winsize(cols, rows uint32) *pty.Winsize {
 
 // start runs the command and returns when it runs; what a shell would say of
 // a command that cannot be run is said by its exit code.
-func (s *session) start(argv []string) error {
+func (s *session) start(argv []string) {
 	cmd := exec.Command(argv[0], argv[1:]...)
 	cmd.Dir = "/"
 	cmd.Env = []string{
@@ -189,7 +202,7 @@ func (s *session) start(argv []string) error {
 		}
 		_, _ = io.WriteString(s.channel.Stderr(), err.Error()+"\n")
 		go s.finish(code)
-		return nil
+		return
 	}
 	go func() {
 		code := exitCode(cmd.Wait())
@@ -197,7 +210,6 @@ func (s *session) start(argv []string) error {
 		drained()
 		s.finish(code)
 	}()
-	return nil
 }
 
 func exitCode(err error) int {
@@ -214,7 +226,10 @@ func exitCode(err error) int {
 	return 126
 }
 
+// finish tells the exit code, after the answer to the request: a client that
+// sees the channel close before that one knows nothing.
 func (s *session) finish(code int) {
+	<-s.answered
 	payload := binary.BigEndian.AppendUint32(nil, uint32(code)) //nolint:gosec // 0 to 255
 	_, _ = s.channel.SendRequest("exit-status", false, payload)
 	_ = s.channel.Close()
@@ -230,7 +245,13 @@ func (s *session) startTerminal(cmd *exec.Cmd) (drained func(), err error) {
 	s.mu.Unlock()
 	go func() { _, _ = io.Copy(master, s.channel) }()
 	out := copying(s.channel, master)
-	return func() { out.drain(); _ = master.Close() }, nil
+	return func() {
+		out.drain()
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.master = nil // no size is set from now on
+		_ = master.Close()
+	}, nil
 }
 
 func (s *session) startPlain(cmd *exec.Cmd) (drained func(), err error) {
