@@ -24,6 +24,7 @@ import (
 
 	"github.com/creack/pty"
 	"golang.org/x/crypto/ssh"
+	"golang.org/x/sys/unix"
 
 	"hermes-box-lite/internal/wire"
 )
@@ -153,7 +154,7 @@ func (s *session) handle(r *ssh.Request) bool {
 		}
 		s.mu.Lock()
 		defer s.mu.Unlock()
-		return s.master != nil && pty.Setsize(s.master, winsize(p.Cols, p.Rows)) == nil
+		return s.master != nil && resize(s.master, winsize(p.Cols, p.Rows)) == nil
 	case "exec":
 		var p struct{ Command string }
 		if ssh.Unmarshal(r.Payload, &p) != nil {
@@ -171,6 +172,20 @@ func (s *session) handle(r *ssh.Request) bool {
 		return true
 	}
 	return false
+}
+
+// resize leaves the file as it is: pty.Setsize would make it a blocking one,
+// while others use it and close it.
+func resize(master *os.File, size *pty.Winsize) error {
+	raw, err := master.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var setErr error
+	err = raw.Control(func(fd uintptr) {
+		setErr = unix.IoctlSetWinsize(int(fd), unix.TIOCSWINSZ, &unix.Winsize{Row: size.Rows, Col: size.Cols}) //nolint:gosec // a descriptor
+	})
+	return errors.Join(err, setErr)
 }
 
 func winsize(cols, rows uint32) *pty.Winsize {
