@@ -71,7 +71,7 @@ func (m *Manager) examineInside(ctx context.Context, drv vm.Driver, rec Record) 
 		c.Status, c.Summary, c.Fix = wire.Info, fmt.Sprintf("hb is version %s, box is %s", wire.Printable(hello.Version), m.opts.Version), repair
 	}
 	checks = append(checks, c, clockCheck(rec.Name, skew))
-	ctx, cancel := context.WithTimeout(ctx, 5*time.Minute)
+	ctx, cancel := context.WithTimeout(ctx, doctorLimit)
 	defer cancel()
 	code, out, err := g.call(ctx, nil, "doctor", "--json")
 	var report wire.Report
@@ -101,6 +101,9 @@ func sanitize(name string, c wire.Check) wire.Check {
 		Evidence: wire.Printable(c.Evidence), Fix: adviceText(name, c.Fix),
 	}
 }
+
+// doctorLimit is a little more than hb's own.
+const doctorLimit = 16 * time.Minute
 
 // hostCheck is the check of the forwarded endpoint.
 const hostCheck = "mcp.host"
