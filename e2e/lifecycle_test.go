@@ -78,6 +78,7 @@ func TestLifecycle(t *testing.T) {
 	step("pause", func(t *testing.T) { pause(t, h, name) })
 	step("processes come back", func(t *testing.T) { processesComeBack(t, h, name) })
 	step("wiring is repaired", func(t *testing.T) { wiringIsRepaired(t, h, name) })
+	step("tools are repaired", func(t *testing.T) { toolsAreRepaired(t, h, name) })
 	step("remove", func(t *testing.T) { removeWithAQuestion(t, h, name) })
 }
 
@@ -331,6 +332,27 @@ func wiringIsRepaired(t *testing.T, h *home, name string) {
 	sound(t, h.doctor(name, 0), allChecks, "mcp.hermes")
 	if got := h.in(name, "stat -c '%a' ~/.claude.json ~/.codex/config.toml"); got != "600\n600" {
 		t.Errorf("modes of the repaired files: %s", got)
+	}
+}
+
+// toolsAreRepaired loses one tool and damages another: the doctor names both, a
+// repair brings them back, and it leaves alone what it has no business with.
+func toolsAreRepaired(t *testing.T, h *home, name string) {
+	h.in(name, "sudo rm /usr/local/bin/codex && f=$(readlink -f /usr/local/bin/claude) && printf '#!/bin/sh\\nexit 1\\n' | sudo tee $f >/dev/null")
+	// A repair that took the whole home for the agent's would change these.
+	const theirs = "stat -c '%u %g %Z' ~/workspace/deep/theirs"
+	h.in(name, "mkdir -p ~/workspace/deep && sudo touch ~/workspace/deep/theirs")
+	before := h.in(name, theirs)
+	report := h.doctor(name, 3)
+	for _, id := range []string{"tool.claude", "tool.codex"} {
+		if c := check(t, report, id); c.Status != wire.Fail || c.Fix != "box repair "+name {
+			t.Errorf("%+v", c)
+		}
+	}
+	h.must("repair", name)
+	sound(t, h.doctor(name, 0), allChecks, "mcp.hermes")
+	if after := h.in(name, theirs); after != before {
+		t.Errorf("a file of root's in the home changed from %q to %q", before, after)
 	}
 }
 
