@@ -230,3 +230,22 @@ func TestKeepOnFailure(t *testing.T) {
 	h.must("rm", name, "--force")
 	h.noTraces(name)
 }
+
+// TestBadInstaller has Hermes' installer fail, and not be there: what went
+// wrong and how to go without it is said in one place.
+func TestBadInstaller(t *testing.T) {
+	for source, words := range map[string][]string{
+		"/etc/debian_version":       {"the installer of Hermes (/etc/debian_version)", "exit code 127", "command not found"},
+		"http://127.0.0.1:9/get.sh": {"Hermes' installer", "http://127.0.0.1:9/get.sh", "connect"},
+	} {
+		t.Run(source, func(t *testing.T) {
+			h := newHome(t, map[string]string{"INSTALL_HERMES": "true", "HERMES_INSTALLER": source})
+			name := h.name("installer")
+			r := h.wants(1, append(words, "new "+name+": provision: hermes", "INSTALL_HERMES=false"), "new", name)
+			if strings.Count(r.stderr, "\nbox: ") > 1 {
+				t.Errorf("more than one error: %s", r)
+			}
+			h.noTraces(name)
+		})
+	}
+}

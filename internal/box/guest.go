@@ -232,7 +232,8 @@ func (g guest) provision(ctx context.Context, req wire.ProvisionRequest, mu *mut
 	case result.err != nil:
 		return fmt.Errorf("hb provision ended with %d: %w", code, result.err)
 	case result.event.Error != "":
-		return guestError(g.name, result.event.Error, result.event.Hint)
+		// hb names its step too; once is enough.
+		return guestError(g.name, strings.TrimPrefix(result.event.Error, mu.step+": "), result.event.Hint)
 	case code != 0:
 		return fmt.Errorf("hb provision ended with %d after reporting success", code)
 	}
