@@ -14,10 +14,13 @@ type Seed struct {
 	HostKey   string   `json:"host_key"`   // OpenSSH private key, PEM
 	ClientKey string   `json:"client_key"` // the one authorized key, authorized_keys form
 	Workload  []string `json:"workload"`   // the machine's long-lived command
-	Address   string   `json:"address"`    // IPv4 with prefix length
+	Address   string   `json:"address"`    // IPv4 with prefix length, of the way out
 	Gateway   string   `json:"gateway"`
 	DNS       string   `json:"dns"`
-	Time      int64    `json:"time"` // the host's clock when the machine was started, Unix seconds
+	// ChannelAddress is that of the second network device, on which the host
+	// comes in.
+	ChannelAddress string `json:"channel_address"`
+	Time           int64  `json:"time"` // the host's clock when the machine was started, Unix seconds
 }
 
 // Places in the initramfs, and the guest port of the execution channel.

@@ -30,11 +30,12 @@ import (
 	"hermes-box-lite/internal/wire"
 )
 
-// Disks, in the order in which the driver attaches them.
+// Disks and network devices, in the order in which the driver attaches them.
 const (
 	systemDisk = "/dev/vda"
 	dataDisk   = "/dev/vdb"
-	device     = "eth0"
+	wayOut     = "eth0"
+	wayIn      = "eth1" // of the host
 )
 
 // channelArg makes a child the execution channel.
@@ -202,7 +203,7 @@ func await(path string) error {
 		}
 		time.Sleep(20 * time.Millisecond)
 	}
-	return fmt.Errorf("the disk %s did not appear", path)
+	return fmt.Errorf("%s did not appear", path)
 }
 
 // ioctls of linux/fs.h and ext4: BLKGETSIZE64 and EXT4_IOC_RESIZE_FS.
@@ -247,21 +248,37 @@ func ioctl(f *os.File, request uintptr, arg *uint64) error {
 	return nil
 }
 
-// network configures the one interface, by the ioctls of netdevice(7).
+// network configures both interfaces, by the ioctls of netdevice(7).
 func network(seed wire.Seed) error {
-	if err := await("/sys/class/net/" + device); err != nil {
-		return err
-	}
-	ip, ipNet, err := net.ParseCIDR(seed.Address)
-	if err != nil {
-		return err
-	}
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return err
 	}
 	defer func() { _ = unix.Close(fd) }()
 	if err := up(fd, "lo"); err != nil {
+		return err
+	}
+	for device, address := range map[string]string{wayOut: seed.Address, wayIn: seed.ChannelAddress} {
+		if err := configure(fd, device, address); err != nil {
+			return fmt.Errorf("%s: %w", device, err)
+		}
+	}
+	if err := defaultRoute(net.ParseIP(seed.Gateway).To4()); err != nil {
+		return fmt.Errorf("default route: %w", err)
+	}
+	// A link into /run of a service that does not run here would dangle.
+	if err := os.Remove("/etc/resolv.conf"); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return os.WriteFile("/etc/resolv.conf", []byte("nameserver "+seed.DNS+"\n"), 0o644)
+}
+
+func configure(fd int, device, address string) error {
+	if err := await("/sys/class/net/" + device); err != nil {
+		return err
+	}
+	ip, ipNet, err := net.ParseCIDR(address)
+	if err != nil {
 		return err
 	}
 	for _, set := range []struct {
@@ -279,17 +296,7 @@ func network(seed wire.Seed) error {
 			return err
 		}
 	}
-	if err := up(fd, device); err != nil {
-		return err
-	}
-	if err := defaultRoute(net.ParseIP(seed.Gateway).To4()); err != nil {
-		return fmt.Errorf("default route: %w", err)
-	}
-	// A link into /run of a service that does not run here would dangle.
-	if err := os.Remove("/etc/resolv.conf"); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return err
-	}
-	return os.WriteFile("/etc/resolv.conf", []byte("nameserver "+seed.DNS+"\n"), 0o644)
+	return up(fd, device)
 }
 
 func up(fd int, name string) error {

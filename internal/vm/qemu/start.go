@@ -25,6 +25,9 @@ const (
 	guestAddress = "10.0.2.15"
 	guestGateway = "10.0.2.2"
 	guestDNS     = "10.0.2.3"
+
+	channelNet     = "10.0.3.0/24" // the host's way in
+	channelAddress = "10.0.3.15"
 )
 
 // How long a machine may take until its channel answers.
@@ -166,7 +169,6 @@ func (d *Driver) arguments(r record, accel string) []string {
 		"-object", "rng-random,id=rng,filename=/dev/urandom", "-device", "virtio-rng-pci,rng=rng",
 		"-chardev", "file,id=console,path=console.log", "-serial", "chardev:console",
 		"-qmp", "unix:qmp.sock,server=on,wait=off",
-		"-device", "virtio-net-pci,netdev=net,romfile=",
 	}
 }
 
@@ -182,7 +184,7 @@ func (d *Driver) writeInitramfs(r record) error {
 	}
 	seed, err := json.Marshal(wire.Seed{
 		Hostname: r.Name, HostKey: r.HostKey, ClientKey: r.ClientPub, Workload: r.Workload,
-		Address: guestAddress + "/24", Gateway: guestGateway, DNS: guestDNS, Time: time.Now().Unix(),
+		ChannelAddress: channelAddress + "/24", Address: guestAddress + "/24", Gateway: guestGateway, DNS: guestDNS, Time: time.Now().Unix(),
 	})
 	if err != nil {
 		return err
@@ -222,14 +224,17 @@ func (d *Driver) awaitChannel(ctx context.Context, r record, limit time.Duration
 		attempt, done := context.WithTimeout(ctx, 10*time.Second)
 		client, err := dial(attempt, r)
 		done()
-		if err == nil {
+		if err == nil && r.networkAlive() {
 			return client.Close()
 		}
 		if !r.QEMU.alive() {
+			if words := d.lastWords(r.Name); strings.Contains(words, "host forwarding rule") {
+				return fmt.Errorf("%s: %w", words, vm.ErrPortTaken)
+			}
 			return fmt.Errorf("the machine ended while it started: %s", d.lastWords(r.Name))
 		}
-		if !r.Passt.alive() && r.Passt.PID != 0 {
-			return fmt.Errorf("the network of the machine ended while it started: %s", lastLine(filepath.Join(d.dir(r.Name), "passt.log")))
+		if !r.networkAlive() {
+			return fmt.Errorf("the network of the machine ended while it started: %s", lastLine(filepath.Join(d.dir(r.Name), passtLog)))
 		}
 		select {
 		case <-ctx.Done():
@@ -238,6 +243,8 @@ func (d *Driver) awaitChannel(ctx context.Context, r record, limit time.Duration
 		}
 	}
 }
+
+func (r record) networkAlive() bool { return r.Passt.PID == 0 || r.Passt.alive() }
 
 // lastWords is what QEMU or the guest's console said last.
 func (d *Driver) lastWords(name string) string {

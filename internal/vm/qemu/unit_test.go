@@ -372,7 +372,11 @@ func TestWithoutPasst(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := []string{"-netdev", "user,id=net,hostfwd=tcp:127.0.0.1:5001-:4722,hostfwd=tcp:127.0.0.1:5002-:80"}
+	want := []string{
+		"-netdev", "user,id=out", "-device", "virtio-net-pci,netdev=out,romfile=",
+		"-netdev", "user,id=in,restrict=on,net=10.0.3.0/24,hostfwd=tcp:127.0.0.1:5001-10.0.3.15:4722,hostfwd=tcp:127.0.0.1:5002-10.0.3.15:80",
+		"-device", "virtio-net-pci,netdev=in,romfile=",
+	}
 	if diff := cmp.Diff(want, nw.args); diff != "" {
 		t.Errorf("arguments (-want +got):\n%s", diff)
 	}

@@ -6,6 +6,7 @@ import (
 	"net"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -75,7 +76,14 @@ func (s *suite) reach(t *testing.T) {
 	// Every address that might lead out: the guest's own gateway and its
 	// neighbours, the loopback, and the other box's own addresses.
 	var targets []string
-	for _, ip := range append(s.addresses(t, b.Name), append(s.gateways(t, a.Name), "127.0.0.1")...) {
+	ips := append(s.addresses(t, b.Name), append(s.gateways(t, a.Name), "127.0.0.1")...)
+	for _, own := range s.addresses(t, a.Name) {
+		// Where engines put their own end of a network.
+		network := own[:strings.LastIndex(own, ".")]
+		ips = append(ips, network+".1", network+".2")
+	}
+	slices.Sort(ips)
+	for _, ip := range slices.Compact(ips) {
 		for _, port := range []int{hostPort, a.HostPort, b.HostPort, guestPort} {
 			targets = append(targets, fmt.Sprintf("%s:%d", ip, port))
 		}
