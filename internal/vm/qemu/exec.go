@@ -35,10 +35,16 @@ func dial(ctx context.Context, r record) (*ssh.Client, error) {
 	}
 	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 	defer stop()
-	c, channels, requests, err := ssh.NewClientConn(conn, addr, &ssh.ClientConfig{
+	config := &ssh.ClientConfig{
 		User: "root", Auth: []ssh.AuthMethod{ssh.PublicKeys(key)}, HostKeyCallback: ssh.FixedHostKey(host),
 		HostKeyAlgorithms: []string{ssh.KeyAlgoED25519},
-	})
+	}
+	if r.Isolation == string(vm.IsolationEmulated) {
+		// Instructions for AES are slow where they are emulated: 8 MB in took
+		// 3.9 s with AES-GCM and 1.6 s with this.
+		config.Ciphers = []string{ssh.CipherChaCha20Poly1305}
+	}
+	c, channels, requests, err := ssh.NewClientConn(conn, addr, config)
 	if err != nil {
 		return nil, errors.Join(err, conn.Close())
 	}

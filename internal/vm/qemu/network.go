@@ -6,12 +6,17 @@ import (
 	"os/exec"
 	"path/filepath"
 	"syscall"
+	"time"
 
 	"hermes-box-lite/internal/wire"
 )
 
 // reachesHost is the note of a machine without passt.
 const reachesHost = "the box can reach services on this host's loopback, because passt is not installed: sudo apt-get install passt, then box stop and box start"
+
+// noNetwork is the note of a machine that was started on a host without a
+// network; passt's reason follows.
+const noNetwork = "the box has no network, because this host had none when it started; box stop and box start when there is one: "
 
 // network is what QEMU needs for the guest's network device.
 type network struct {
@@ -70,8 +75,14 @@ func (d *Driver) startNetwork(r *record) (network, error) {
 		_ = ours.Close()
 		return network{}, fmt.Errorf("passt: %w", err)
 	}
+	ended := make(chan struct{})
+	go func() { _ = cmd.Wait(); close(ended) }() // reaps it, should this process live on
+	if !staysUp(log.Name(), ended) {
+		_ = ours.Close()
+		r.Notes = append(r.Notes, noNetwork+lastLine(log.Name()))
+		return network{args: append([]string{"-netdev", "user,id=out,restrict=on"}, devices...)}, nil
+	}
 	r.Passt = identify(cmd.Process.Pid)
-	go func() { _ = cmd.Wait() }() // reap it, should this process live on
 	return network{
 		args:  append([]string{"-netdev", "stream,id=out,server=off,addr.type=fd,addr.str=3"}, devices...),
 		files: []*os.File{ours},
@@ -79,6 +90,25 @@ func (d *Driver) startNetwork(r *record) (network, error) {
 }
 
 const passtLog = "passt.log"
+
+// staysUp reports whether passt has not ended soon after its first words. It
+// ends when it finds no network on the host.
+func staysUp(log string, ended <-chan struct{}) bool {
+	spoke := false
+	for range 100 {
+		select {
+		case <-ended:
+			return false
+		case <-time.After(50 * time.Millisecond):
+		}
+		if spoke {
+			break
+		}
+		info, err := os.Stat(log)
+		spoke = err == nil && info.Size() > 0
+	}
+	return true
+}
 
 // socketPair returns two joined sockets that no other child inherits.
 func socketPair() (a, b *os.File, err error) {
