@@ -100,7 +100,9 @@ func probeScript(nonce string, tools []tool, run bool) string {
 	// What a tool writes on its first start is the agent's state: private.
 	b.WriteString("umask 077\nprobe() {\n\tp=$(command -v \"$1\") || { echo \"" + nonce + "|$1||127|\"; return; }\n")
 	if run {
-		b.WriteString("\to=$(timeout 60 \"$1\" \"$2\" </dev/null 2>&1); r=$?\n\to=${o%%\n*}\n")
+		// Executor takes 17 s for its version in an emulated machine, and took
+		// over a minute while its host was busy.
+		b.WriteString("\to=$(timeout 240 \"$1\" \"$2\" </dev/null 2>&1); r=$?\n\to=${o%%\n*}\n")
 	} else {
 		b.WriteString("\tr=0 o=\n\t[ -x \"$p\" ] || r=126\n")
 	}
@@ -310,7 +312,7 @@ func Checks(ctx context.Context, l layout.Layout) []wire.Check {
 			Evidence: err.Error(), Fix: "box repair NAME",
 		}}
 	}
-	ctx, cancel := context.WithTimeout(ctx, 3*time.Minute)
+	ctx, cancel := context.WithTimeout(ctx, 12*time.Minute)
 	defer cancel()
 	return look(ctx, l, settings, io.Discard).checks("box repair " + settings.BoxName)
 }
