@@ -76,6 +76,7 @@ type run struct {
 	log      io.Writer // output of child commands: the host's transcript
 	settled  bool      // provisioning had succeeded before this Run
 	versions wire.RuntimeManifest
+	probed   map[string]string // tool -> what it said, as the agent, in this Run
 }
 
 // Run brings the box to what req asks for and reports every step through emit.

@@ -677,3 +677,39 @@ func TestFiles(t *testing.T) {
 		t.Error("took a link for a directory")
 	}
 }
+
+// TestToldVersionsAreNotAskedForAgain counts how often tools are run.
+func TestToldVersionsAreNotAskedForAgain(t *testing.T) {
+	dir := t.TempDir()
+	l := layout.At(dir)
+	bin := l.Path("/usr/local/bin")
+	for _, d := range []string{bin, l.Home()} {
+		if err := os.MkdirAll(d, 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	tools := []tool{{"one", "--version"}, {"two", "--version"}, {"gone", "--version"}}
+	for _, name := range []string{"one", "two"} {
+		if err := os.WriteFile(filepath.Join(bin, name), []byte("#!/bin/sh\necho run >>"+dir+"/"+name+".runs\necho 1.2.3\n"), 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	service := surroundings(l)[0]
+	service.command = func(_ context.Context, _ layout.Layout, script string) []string {
+		return []string{"/bin/sh", "-c", "PATH=" + bin + ":$PATH\n" + script}
+	}
+	found := probeOnce(t.Context(), l, service, tools, map[string]string{"one": "1.2.3", "gone": "1.2.3"}, io.Discard)
+	for name, want := range map[string]finding{
+		"one": {path: bin + "/one", version: "1.2.3"}, "two": {path: bin + "/two", version: "1.2.3"}, "gone": {exit: 127},
+	} {
+		if got := found[name]; got != want {
+			t.Errorf("%s: %+v, want %+v", name, got, want)
+		}
+	}
+	for name, want := range map[string]int{"one": 0, "two": 1} {
+		runs, _ := os.ReadFile(filepath.Join(dir, name+".runs")) // none when it was not run
+		if got := strings.Count(string(runs), "run"); got != want {
+			t.Errorf("%s was run %d times, want %d", name, got, want)
+		}
+	}
+}

@@ -92,6 +92,10 @@ func (r *run) probeVersion(ctx context.Context, tool, version string) error {
 	if said := findVersion(out); said != version {
 		return fmt.Errorf("%s --version says %q, npm installed %s", tool, strings.TrimSpace(out), version)
 	}
+	if r.probed == nil {
+		r.probed = map[string]string{}
+	}
+	r.probed[tool] = version
 	return nil
 }
 

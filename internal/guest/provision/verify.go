@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -176,8 +177,10 @@ type survey struct {
 
 // look runs the survey. The tools themselves are run once, in the service
 // environment; in the others a tool is run only when it is another program
-// than there, so that the whole takes seconds.
-func look(ctx context.Context, l layout.Layout, settings layout.Settings, log io.Writer) survey {
+// than there, so that the whole takes seconds. Tools that have told their
+// version a moment ago are not run again there: each run is a matter of half a
+// minute in an emulated machine.
+func look(ctx context.Context, l layout.Layout, settings layout.Settings, told map[string]string, log io.Writer) survey {
 	s := survey{tools: requiredTools(l, settings), found: map[string]map[string]finding{}}
 	var mu sync.Mutex
 	var wg sync.WaitGroup
@@ -185,7 +188,12 @@ func look(ctx context.Context, l layout.Layout, settings layout.Settings, log io
 	for i, env := range around {
 		s.envs = append(s.envs, env.name)
 		wg.Go(func() {
-			found := probe(ctx, l, env, s.tools, i == 0, log)
+			var found map[string]finding
+			if i == 0 {
+				found = probeOnce(ctx, l, env, s.tools, told, log)
+			} else {
+				found = probe(ctx, l, env, s.tools, false, log)
+			}
 			mu.Lock()
 			defer mu.Unlock()
 			s.found[env.name] = found
@@ -209,6 +217,30 @@ func look(ctx context.Context, l layout.Layout, settings layout.Settings, log io
 		}
 	}
 	return s
+}
+
+// probeOnce runs the tools that have not told their version yet. The word of
+// the others counts for the launcher that it was asked of.
+func probeOnce(ctx context.Context, l layout.Layout, env surrounding, tools []tool, told map[string]string, log io.Writer) map[string]finding {
+	paths := map[string]finding{}
+	if len(told) > 0 {
+		paths = probe(ctx, l, env, tools, false, log)
+	}
+	found := map[string]finding{}
+	var rest []tool
+	for _, t := range tools {
+		f := paths[t.name]
+		if version, ok := told[t.name]; ok && f.trouble() == "" && f.path == l.Path("/usr/local/bin/"+t.name) {
+			f.version = version
+			found[t.name] = f
+		} else {
+			rest = append(rest, t)
+		}
+	}
+	if len(rest) > 0 {
+		maps.Copy(found, probe(ctx, l, env, rest, true, log))
+	}
+	return found
 }
 
 // trouble says what is wrong with a finding, or "".
@@ -284,7 +316,7 @@ func verify(ctx context.Context, r *run) error {
 			}
 		}
 	}
-	s := look(ctx, r.l, r.settings(), r.log)
+	s := look(ctx, r.l, r.settings(), r.probed, r.log)
 	if err := ctx.Err(); err != nil {
 		return err
 	}
@@ -314,7 +346,7 @@ func Checks(ctx context.Context, l layout.Layout) []wire.Check {
 	}
 	ctx, cancel := context.WithTimeout(ctx, 12*time.Minute)
 	defer cancel()
-	return look(ctx, l, settings, io.Discard).checks("box repair " + settings.BoxName)
+	return look(ctx, l, settings, nil, io.Discard).checks("box repair " + settings.BoxName)
 }
 
 // Versions collects the versions of the tools. HB is left to the caller.

@@ -104,6 +104,10 @@ func (d *Driver) download(ctx context.Context, meta, dir string) error {
 func kernelsOf(ctx context.Context, pkg string, depth int) ([]string, error) {
 	out, err := exec.CommandContext(ctx, "apt-cache", "depends", "--no-recommends", "--no-suggests", pkg).Output()
 	if err != nil {
+		var exit *exec.ExitError
+		if errors.As(err, &exit) && len(exit.Stderr) > 0 {
+			return nil, fmt.Errorf("apt-cache depends %s: %s", pkg, wire.Printable(strings.TrimSpace(string(exit.Stderr))))
+		}
 		return nil, fmt.Errorf("apt-cache depends %s: %w", pkg, err)
 	}
 	var names []string
