@@ -28,7 +28,7 @@ import (
 // How long the supervisor may take. A start takes 3 s warm and 9 s cold
 // (measured), much more under emulation.
 const (
-	upWait     = 100 * time.Second
+	upWait     = 10 * time.Minute
 	downWait   = 15 * time.Second
 	statusWait = 3 * time.Second
 )
@@ -227,7 +227,7 @@ func (a *app) helloCommand() *cobra.Command {
 }
 
 // readyPoll is how often ready asks the supervisor.
-const readyPoll = 200 * time.Millisecond
+const readyPoll = 500 * time.Millisecond
 
 // readyCommand waits, as long as its caller lets it, until Executor is healthy
 // or is not to run.

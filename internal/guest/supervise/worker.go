@@ -146,7 +146,7 @@ func (w *worker) rewire(ctx context.Context, s layout.Settings, token string) {
 	}
 	w.rewiring.Lock()
 	defer w.rewiring.Unlock()
-	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	ctx, cancel := context.WithTimeout(ctx, startLimit)
 	defer cancel()
 	url := w.ports.MCPURL()
 	res, err := mcp.Probe(ctx, mcp.Target{URL: url, Token: token})
