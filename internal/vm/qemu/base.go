@@ -121,6 +121,7 @@ func makeDisk(ctx context.Context, tarball, tree, disk string) error {
 	const script = `set -e
 tar -x -p --numeric-owner -f "$1" -C "$2"
 kib=$(du -s -k "$2" | cut -f1)
+umask 077
 truncate -s $((kib * 3 / 2 + 262144))K "$3"
 "$4" -q -F -t ext4 -m 0 -i 8192 -L system -d "$2" "$3"`
 	args := append(shell[1:len(shell):len(shell)], "-c", script, "sh", tarball, tree, disk, mke2fs)

@@ -48,40 +48,74 @@ func (d *Driver) fetchKernel(ctx context.Context) (string, error) {
 			}
 		}
 	}
-	var errs []error
-	for _, meta := range kernelPackages {
-		err := d.download(ctx, meta, dir)
-		if err == nil {
-			return dir, nil
+	// What killed downloads left.
+	for _, pattern := range []string{".kernel-*", ".lists-*"} {
+		stale, _ := filepath.Glob(filepath.Join(d.opts.Dir, pattern)) // the pattern is fine
+		for _, path := range stale {
+			_ = os.RemoveAll(path) // the next one tries again
 		}
-		errs = append(errs, err)
+	}
+	err = d.downloadAny(ctx, dir, nil)
+	if err == nil {
+		return dir, nil
+	}
+	// The host's lists of packages may be missing or too old. Lists of our own
+	// need no root and leave the host's alone.
+	if ownErr := d.downloadWithOwnLists(ctx, dir); ownErr == nil {
+		return dir, nil
+	} else if ctx.Err() != nil {
+		return "", context.Cause(ctx)
+	} else {
+		err = errors.Join(err, ownErr)
 	}
 	return "", &vm.EngineError{
 		Engine: "qemu", Fix: "sudo apt-get update",
-		Reason: fmt.Sprintf("the base brings no kernel, and the package client brought none: %v", errors.Join(errs...)),
+		Reason: fmt.Sprintf("the base brings no kernel, and the package client brought none: %v", err),
 	}
 }
 
-func (d *Driver) download(ctx context.Context, meta, dir string) error {
-	names, err := kernelsOf(ctx, meta, 2)
+func (d *Driver) downloadWithOwnLists(ctx context.Context, dir string) error {
+	lists, err := os.MkdirTemp(d.opts.Dir, ".lists-")
+	if err != nil {
+		return err
+	}
+	defer func() { _ = os.RemoveAll(lists) }()
+	if err := os.Mkdir(filepath.Join(lists, "partial"), 0o700); err != nil {
+		return err
+	}
+	options := []string{"-o", "Dir::State::Lists=" + lists, "-o", "APT::Sandbox::User=root"}
+	if err := run(ctx, "", "apt-get", append(options, "-q", "update")...); err != nil {
+		return err
+	}
+	return d.downloadAny(ctx, dir, options)
+}
+
+func (d *Driver) downloadAny(ctx context.Context, dir string, options []string) error {
+	var errs []error
+	for _, meta := range kernelPackages {
+		err := d.download(ctx, meta, dir, options)
+		if err == nil {
+			return nil
+		}
+		errs = append(errs, err)
+	}
+	return errors.Join(errs...)
+}
+
+func (d *Driver) download(ctx context.Context, meta, dir string, options []string) error {
+	names, err := kernelsOf(ctx, meta, options, 2)
 	if err != nil {
 		return err
 	}
 	if len(names) == 0 {
 		return fmt.Errorf("package %s is not known here", meta)
 	}
-	// What a killed download left. The caller holds the lock.
-	if stale, err := filepath.Glob(filepath.Join(d.opts.Dir, ".kernel-*")); err == nil {
-		for _, path := range stale {
-			_ = os.RemoveAll(path)
-		}
-	}
 	tmp, err := os.MkdirTemp(d.opts.Dir, ".kernel-")
 	if err != nil {
 		return err
 	}
 	defer func() { _ = os.RemoveAll(tmp) }()
-	if err := run(ctx, tmp, "apt-get", append([]string{"-q", "-o", "APT::Sandbox::User=root", "download"}, names...)...); err != nil {
+	if err := run(ctx, tmp, "apt-get", slices.Concat(options, []string{"-q", "-o", "APT::Sandbox::User=root", "download"}, names)...); err != nil {
 		return err
 	}
 	debs, err := filepath.Glob(filepath.Join(tmp, "*.deb"))
@@ -94,6 +128,9 @@ func (d *Driver) download(ctx context.Context, meta, dir string) error {
 			return err
 		}
 	}
+	if err := run(ctx, "", "chmod", "-R", "go=", tree); err != nil {
+		return err
+	}
 	if err := os.RemoveAll(dir); err != nil {
 		return err
 	}
@@ -101,8 +138,8 @@ func (d *Driver) download(ctx context.Context, meta, dir string) error {
 }
 
 // kernelsOf follows a meta package's dependencies to the packages with files.
-func kernelsOf(ctx context.Context, pkg string, depth int) ([]string, error) {
-	out, err := exec.CommandContext(ctx, "apt-cache", "depends", "--no-recommends", "--no-suggests", pkg).Output()
+func kernelsOf(ctx context.Context, pkg string, options []string, depth int) ([]string, error) {
+	out, err := exec.CommandContext(ctx, "apt-cache", slices.Concat(options, []string{"depends", "--no-recommends", "--no-suggests", pkg})...).Output()
 	if err != nil {
 		var exit *exec.ExitError
 		if errors.As(err, &exit) && len(exit.Stderr) > 0 {
@@ -118,7 +155,7 @@ func kernelsOf(ctx context.Context, pkg string, depth int) ([]string, error) {
 		}
 		names = append(names, name)
 		if depth > 1 {
-			more, err := kernelsOf(ctx, name, depth-1)
+			more, err := kernelsOf(ctx, name, options, depth-1)
 			if err != nil {
 				return nil, err
 			}

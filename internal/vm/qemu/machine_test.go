@@ -176,10 +176,9 @@ func keysAreSecret(t *testing.T, d *Driver, r record) {
 	if info, err := os.Stat(d.machines()); err != nil || info.Mode().Perm() != 0o700 {
 		t.Errorf("the directory of machines: %v, %v", info, err)
 	}
-	for _, name := range []string{"machine.json", "initramfs.cpio"} {
-		info, err := os.Stat(filepath.Join(d.dir(r.Name), name))
-		if err != nil || info.Mode().Perm() != 0o600 {
-			t.Errorf("%s: %v, %v (of %v)", name, info, err, entries)
+	for _, e := range entries {
+		if info, err := e.Info(); err != nil || info.Mode().IsRegular() && info.Mode().Perm() != 0o600 {
+			t.Errorf("%s: %v, %v", e.Name(), info.Mode(), err)
 		}
 	}
 	for _, p := range []process{r.QEMU, r.Passt} {

@@ -58,7 +58,7 @@ func (d *Driver) startNetwork(r *record) (network, error) {
 		return network{}, fmt.Errorf("socket pair: %w", err)
 	}
 	defer func() { _ = theirs.Close() }()
-	log, err := os.Create(filepath.Join(d.dir(r.Name), passtLog))
+	log, err := emptyFile(filepath.Join(d.dir(r.Name), passtLog))
 	if err != nil {
 		_ = ours.Close()
 		return network{}, err

@@ -324,6 +324,9 @@ func (d *Driver) populate(ctx context.Context, dir string, spec vm.Spec, base st
 		"system.qcow2", fmt.Sprintf("%dG", max(8, spec.SystemGiB))); err != nil {
 		return r, err
 	}
+	if err := os.Chmod(filepath.Join(dir, "system.qcow2"), 0o600); err != nil {
+		return r, err
+	}
 	storage := spec.StorageGiB
 	if storage == 0 {
 		storage = defaultStorageGiB

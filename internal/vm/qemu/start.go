@@ -135,11 +135,16 @@ func (d *Driver) launch(r *record, accel string) error {
 	cmd.Dir = dir
 	cmd.ExtraFiles = nw.files
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
-	log, err := os.Create(filepath.Join(dir, "qemu.log"))
+	log, err := emptyFile(filepath.Join(dir, "qemu.log"))
 	if err != nil {
 		return err
 	}
 	defer func() { _ = log.Close() }()
+	console, err := emptyFile(filepath.Join(dir, "console.log")) // QEMU keeps its mode
+	if err != nil {
+		return err
+	}
+	_ = console.Close()
 	cmd.Stdout, cmd.Stderr = log, log
 	if err := cmd.Start(); err != nil {
 		return err
@@ -147,6 +152,11 @@ func (d *Driver) launch(r *record, accel string) error {
 	r.QEMU = identify(cmd.Process.Pid)
 	go func() { _ = cmd.Wait() }() // reap it, should this process live on
 	return nil
+}
+
+// emptyFile opens a file of its owner's alone.
+func emptyFile(path string) (*os.File, error) {
+	return os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
 }
 
 func (d *Driver) arguments(r record, accel string) []string {
