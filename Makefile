@@ -39,10 +39,12 @@ bare-base: $(HB) ## make a local Debian base without anything; prints its path
 check: lint cross vuln $(HB) ## everything fast: lint, build for all hosts, unit and script tests
 	go test ./...
 
-lint: tools
+lint: tools 
 	$(TOOLS)/golangci-lint run ./...
 	$(TOOLS)/golangci-lint fmt --diff ./...
 	GOOS=darwin $(TOOLS)/golangci-lint run --enable-only govet,typecheck ./cmd/box/...
+	go vet -tags e2e ./e2e
+	@if command -v shellcheck >/dev/null; then shellcheck scripts/* .ci/run; else echo "WARNING: shellcheck is not installed, so the scripts were not checked" >&2; fi
 
 cross: $(HB) ## build box for every supported host
 	@for target in linux/amd64 linux/arm64 darwin/amd64 darwin/arm64; do \

@@ -29,6 +29,9 @@ import (
 // them share one home, so that the base becomes a disk once. Without KVM
 // everything is emulated and takes its time.
 func TestVM(t *testing.T) {
+	if !run.full {
+		t.Skip("scripts/e2e --full runs the scenarios on emulated machines: they take half an hour there")
+	}
 	h := newHome(t, map[string]string{"BOX_DRIVER": "qemu", "BOX_CPUS": "2", "BOX_MEM_MIB": "2048"})
 	v := &machines{h}
 	t.Cleanup(func() {
