@@ -67,6 +67,10 @@ func (m *Manager) New(ctx context.Context, name string, o NewOptions) (report wi
 	if err != nil {
 		return report, m.rollback(ctx, mu, drv, o, err)
 	}
+	// Some engines know only of a running machine how strong its isolation is.
+	if machine, err := drv.Inspect(ctx, name); err == nil {
+		mu.rec.Isolation = string(machine.Isolation)
+	}
 	mu.rec.Phase = Ready
 	return report, mu.complete()
 }
