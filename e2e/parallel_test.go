@@ -45,11 +45,7 @@ func TestManyBoxes(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = stranger.Close() }()
-	number := 4
-	if run.full {
-		number = 8
-	}
-	names := make([]string, number)
+	names := make([]string, 8)
 	for i := range names {
 		names[i] = h.name(fmt.Sprintf("many%d", i))
 	}
