@@ -3,14 +3,9 @@
 package container_test
 
 import (
-	"crypto/sha256"
-	"encoding/hex"
-	"io"
-	"os"
 	"os/exec"
 	"testing"
 
-	"hermes-box-lite/internal/vm"
 	"hermes-box-lite/internal/vm/container"
 	"hermes-box-lite/internal/vm/vmtest"
 )
@@ -18,10 +13,7 @@ import (
 // TestConformance runs on a real podman with the root filesystem that BOX_BASE
 // names; scripts/e2e sets both up.
 func TestConformance(t *testing.T) {
-	base := os.Getenv("BOX_BASE")
-	if base == "" {
-		t.Skip("BOX_BASE names no base; scripts/e2e runs this")
-	}
+	base := vmtest.BaseFromEnv(t)
 	engine := "podman"
 	podman := func(t *testing.T, args ...string) {
 		t.Helper()
@@ -30,7 +22,7 @@ func TestConformance(t *testing.T) {
 		}
 	}
 	vmtest.Run(t, vmtest.Harness{
-		Driver: container.New(engine), Base: vm.Base{Digest: digest(t, base), Tar: base}, Isolated: true,
+		Driver: container.New(engine), Base: base, Isolated: true,
 		Crash: func(t *testing.T, name string) { podman(t, "kill", "--signal", "KILL", "hermes-box-"+name) },
 		Foreign: func(t *testing.T, name string) {
 			full := "hermes-box-" + name
@@ -43,18 +35,4 @@ func TestConformance(t *testing.T) {
 			t.Cleanup(func() { podman(t, "volume", "rm", full) })
 		},
 	})
-}
-
-func digest(t *testing.T, path string) string {
-	t.Helper()
-	f, err := os.Open(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = f.Close() }()
-	sum := sha256.New()
-	if _, err := io.Copy(sum, f); err != nil {
-		t.Fatal(err)
-	}
-	return "sha256:" + hex.EncodeToString(sum.Sum(nil))
 }

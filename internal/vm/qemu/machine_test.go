@@ -17,15 +17,13 @@ import (
 	"time"
 
 	"hermes-box-lite/internal/vm"
+	"hermes-box-lite/internal/vm/vmtest"
 )
 
 // TestMachine runs one real machine on a host whose KVM must first be tried,
 // loses its process from the record, and looks for traces after its removal.
 func TestMachine(t *testing.T) {
-	base := os.Getenv("BOX_BASE")
-	if base == "" {
-		t.Skip("BOX_BASE names no base; scripts/e2e runs this")
-	}
+	base := vmtest.BaseFromEnv(t)
 	dir := os.Getenv("BOX_QEMU_DIR")
 	if dir == "" {
 		dir = t.TempDir()
@@ -46,7 +44,7 @@ func TestMachine(t *testing.T) {
 	defer cancel()
 
 	spec := vm.Spec{
-		Name: "real" + newUUID()[:6], OwnerID: newUUID(), Base: vm.Base{Digest: digest(t, base), Tar: base},
+		Name: "real" + newUUID()[:6], OwnerID: newUUID(), Base: base,
 		CPUs: 1, MemoryMiB: 512, HostPort: freePort(t), GuestPort: 4788,
 	}
 	t.Cleanup(func() {

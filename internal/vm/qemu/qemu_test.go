@@ -4,10 +4,7 @@ package qemu
 
 import (
 	"bytes"
-	"crypto/sha256"
-	"encoding/hex"
 	"encoding/json"
-	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -15,7 +12,6 @@ import (
 	"testing"
 	"time"
 
-	"hermes-box-lite/internal/vm"
 	"hermes-box-lite/internal/vm/vmtest"
 )
 
@@ -23,10 +19,7 @@ import (
 // BOX_BASE names; scripts/e2e sets it up. BOX_QEMU_DIR keeps converted bases
 // between runs.
 func TestConformance(t *testing.T) {
-	base := os.Getenv("BOX_BASE")
-	if base == "" {
-		t.Skip("BOX_BASE names no base; scripts/e2e runs this")
-	}
+	base := vmtest.BaseFromEnv(t)
 	dir := os.Getenv("BOX_QEMU_DIR")
 	if dir == "" {
 		dir = t.TempDir()
@@ -36,13 +29,12 @@ func TestConformance(t *testing.T) {
 	}
 	hb := buildHB(t)
 	d := New(Options{Dir: dir, HB: func() ([]byte, error) { return hb, nil }})
-	prepared := vm.Base{Digest: digest(t, base), Tar: base}
-	if _, err := d.convert(t.Context(), prepared); err != nil {
+	if _, err := d.convert(t.Context(), base); err != nil {
 		t.Fatal(err)
 	}
 	vmtest.Run(t, vmtest.Harness{
 		Driver: d,
-		Base:   prepared, Isolated: true, Patience: 10 * time.Minute,
+		Base:   base, Isolated: true, Patience: 10 * time.Minute,
 		Crash: func(t *testing.T, name string) {
 			data, err := os.ReadFile(filepath.Join(dir, "machines", name, "machine.json"))
 			if err != nil {
@@ -79,18 +71,4 @@ func buildHB(t *testing.T) []byte {
 		t.Fatal(err)
 	}
 	return data
-}
-
-func digest(t *testing.T, path string) string {
-	t.Helper()
-	f, err := os.Open(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = f.Close() }()
-	sum := sha256.New()
-	if _, err := io.Copy(sum, f); err != nil {
-		t.Fatal(err)
-	}
-	return "sha256:" + hex.EncodeToString(sum.Sum(nil))
 }

@@ -83,6 +83,26 @@ func Run(t *testing.T, h Harness) {
 	}
 }
 
+// BaseFromEnv is the root filesystem that BOX_BASE names; without one the test
+// is skipped, as it needs an engine that scripts/e2e sets up.
+func BaseFromEnv(t *testing.T) vm.Base {
+	t.Helper()
+	path := os.Getenv("BOX_BASE")
+	if path == "" {
+		t.Skip("BOX_BASE names no base; scripts/e2e runs this")
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = f.Close() }()
+	sum := sha256.New()
+	if _, err := io.Copy(sum, f); err != nil {
+		t.Fatal(err)
+	}
+	return vm.Base{Digest: "sha256:" + hex.EncodeToString(sum.Sum(nil)), Tar: path}
+}
+
 func randomHex(n int) string {
 	b := make([]byte, n)
 	_, _ = rand.Read(b)
