@@ -391,9 +391,13 @@ func members(sid int) []int {
 		if err != nil {
 			continue
 		}
-		_, rest, ok := strings.Cut(string(data), ") ")
-		f := strings.Fields(rest)
-		if !ok || len(f) < 4 || f[0] == "Z" || f[0] == "X" || f[3] != strconv.Itoa(sid) {
+		// The name before it may hold anything, also a bracket and a blank.
+		end := strings.LastIndex(string(data), ") ")
+		if end < 0 {
+			continue
+		}
+		f := strings.Fields(string(data[end+2:]))
+		if len(f) < 4 || f[0] == "Z" || f[0] == "X" || f[3] != strconv.Itoa(sid) {
 			continue
 		}
 		if pid, err := strconv.Atoi(filepath.Base(filepath.Dir(path))); err == nil {

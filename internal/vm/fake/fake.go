@@ -200,9 +200,13 @@ func startTime(pid int) string {
 	if err != nil {
 		return ""
 	}
-	_, rest, ok := strings.Cut(string(data), ") ")
-	fields := strings.Fields(rest)
-	if !ok || len(fields) < 20 || fields[0] == "Z" || fields[0] == "X" {
+	// The name before it may hold anything, also a bracket and a blank.
+	end := strings.LastIndex(string(data), ") ")
+	if end < 0 {
+		return ""
+	}
+	fields := strings.Fields(string(data[end+2:]))
+	if len(fields) < 20 || fields[0] == "Z" || fields[0] == "X" {
 		return ""
 	}
 	return fields[19]
