@@ -16,7 +16,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strconv"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -26,6 +25,7 @@ import (
 	"golang.org/x/crypto/ssh"
 	"golang.org/x/sys/unix"
 
+	"hermes-box-lite/internal/process"
 	"hermes-box-lite/internal/wire"
 )
 
@@ -382,25 +382,16 @@ func (s *session) kill() {
 	}
 }
 
-// members lists the living processes of a session, proc(5).
+// members lists the living processes of a session.
 func members(sid int) []int {
-	stats, _ := filepath.Glob("/proc/[0-9]*/stat")
+	paths, _ := filepath.Glob("/proc/[0-9]*") // the pattern is fine
 	var pids []int
-	for _, path := range stats {
-		data, err := os.ReadFile(path)
+	for _, path := range paths {
+		pid, err := strconv.Atoi(filepath.Base(path))
 		if err != nil {
 			continue
 		}
-		// The name before it may hold anything, also a bracket and a blank.
-		end := strings.LastIndex(string(data), ") ")
-		if end < 0 {
-			continue
-		}
-		f := strings.Fields(string(data[end+2:]))
-		if len(f) < 4 || f[0] == "Z" || f[0] == "X" || f[3] != strconv.Itoa(sid) {
-			continue
-		}
-		if pid, err := strconv.Atoi(filepath.Base(filepath.Dir(path))); err == nil {
+		if st, err := process.ReadStat(pid); err == nil && !st.Dead() && st.Session == sid {
 			pids = append(pids, pid)
 		}
 	}

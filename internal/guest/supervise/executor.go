@@ -22,6 +22,7 @@ import (
 	"hermes-box-lite/internal/guest/layout"
 	"hermes-box-lite/internal/guest/secrets"
 	"hermes-box-lite/internal/mcp"
+	"hermes-box-lite/internal/process"
 )
 
 // Times of the supervision.
@@ -355,8 +356,8 @@ func (e *executor) spawnLocked(ctx context.Context, argvToken bool, b binaryFile
 	}
 	_ = pw.Close() // the child has its own
 	r.rec.PID = cmd.Process.Pid
-	if st, err := readStat(r.rec.PID); err == nil {
-		r.rec.Start = st.start
+	if st, err := process.ReadStat(r.rec.PID); err == nil {
+		r.rec.Start = st.Start
 	}
 	if err := r.rec.write(e.l); err != nil {
 		e.log.Printf("record the start: %v", err) // the first record still finds it

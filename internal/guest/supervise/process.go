@@ -9,12 +9,12 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
-	"strings"
 	"syscall"
 	"time"
 
 	"hermes-box-lite/internal/atomicfile"
 	"hermes-box-lite/internal/guest/layout"
+	"hermes-box-lite/internal/process"
 )
 
 // runVar marks the environment of one run of Executor, so that its processes
@@ -52,48 +52,6 @@ func readRecord(l layout.Layout) (record, error) {
 	return r, nil
 }
 
-// procStat is what proc_pid_stat(5) tells about a process.
-type procStat struct {
-	state byte
-	group int
-	start uint64
-}
-
-func readStat(pid int) (procStat, error) {
-	data, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
-	if err != nil {
-		return procStat{}, err
-	}
-	return parseStat(string(data))
-}
-
-// parseStat reads fields 3, 5 and 22. The name in field 2 may hold anything,
-// also parentheses and spaces, hence the last parenthesis.
-func parseStat(s string) (procStat, error) {
-	_, rest, ok := cutLast(s, ")")
-	f := strings.Fields(rest)
-	if !ok || len(f) < 20 {
-		return procStat{}, errors.New("not a process status")
-	}
-	group, err := strconv.Atoi(f[2])
-	if err != nil {
-		return procStat{}, err
-	}
-	start, err := strconv.ParseUint(f[19], 10, 64)
-	if err != nil {
-		return procStat{}, err
-	}
-	return procStat{f[0][0], group, start}, nil
-}
-
-func cutLast(s, sep string) (before, after string, found bool) {
-	i := strings.LastIndex(s, sep)
-	if i < 0 {
-		return s, "", false
-	}
-	return s[:i], s[i+len(sep):], true
-}
-
 // living returns the processes of a run that are alive: of its group, with its
 // mark in the environment, and the leader only with its start time.
 func (r record) living() []int {
@@ -111,15 +69,15 @@ func (r record) living() []int {
 		if err != nil {
 			continue
 		}
-		st, err := readStat(pid)
-		if err != nil || st.state == 'Z' || st.state == 'X' {
+		st, err := process.ReadStat(pid)
+		if err != nil || st.Dead() {
 			continue
 		}
-		if r.PID != 0 && st.group != r.PID || pid == r.PID && st.start != r.Start {
+		if r.PID != 0 && st.Group != r.PID || pid == r.PID && st.Start != r.Start {
 			continue
 		}
 		environ, err := os.ReadFile("/proc/" + e.Name() + "/environ")
-		if errors.Is(err, fs.ErrPermission) && r.PID != 0 && st.start >= r.Start && r.leaderIsOursOrGone() {
+		if errors.Is(err, fs.ErrPermission) && r.PID != 0 && st.Start >= r.Start && r.leaderIsOursOrGone() {
 			// Root in a container may not read the environment of another user
 			// (it lacks CAP_SYS_PTRACE). The group's number cannot have been
 			// given away while the group has members.
@@ -141,8 +99,8 @@ func (r record) living() []int {
 
 // leaderIsOursOrGone is false when the number was given to another process.
 func (r record) leaderIsOursOrGone() bool {
-	st, err := readStat(r.PID)
-	return err != nil || st.start == r.Start
+	st, err := process.ReadStat(r.PID)
+	return err != nil || st.Start == r.Start
 }
 
 // endOrphan ends what is left of the run that an earlier worker recorded.

@@ -16,6 +16,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"hermes-box-lite/internal/guest/layout"
+	"hermes-box-lite/internal/process"
 )
 
 func fixedNow() time.Time { return time.Date(2026, 1, 2, 3, 4, 5, 6e6, time.UTC) }
@@ -90,30 +91,6 @@ func TestRotation(t *testing.T) {
 	}
 }
 
-func TestParseStat(t *testing.T) {
-	tail := " 1 77 77 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 12345 99 100"
-	for _, tt := range []struct {
-		in   string
-		want procStat
-		ok   bool
-	}{
-		{"77 (executor) S" + tail, procStat{'S', 77, 12345}, true},
-		{"77 (a) Z 1 2) (b) R" + tail, procStat{'R', 77, 12345}, true},
-		{"77 (executor S" + tail, procStat{}, false},
-		{"77 (executor) S 1 77", procStat{}, false},
-		{"", procStat{}, false},
-	} {
-		got, err := parseStat(tt.in)
-		if (err == nil) != tt.ok || got != tt.want {
-			t.Errorf("%q: %+v, %v", tt.in, got, err)
-		}
-	}
-	st, err := readStat(os.Getpid())
-	if err != nil || st.group != syscall.Getpgrp() || st.start == 0 {
-		t.Errorf("this process: %+v, %v", st, err)
-	}
-}
-
 // child starts a sleeping process with a mark in its environment.
 func child(t *testing.T, mark string) *exec.Cmd {
 	t.Helper()
@@ -151,11 +128,11 @@ func TestEndOrphan(t *testing.T) {
 				t.Fatal(err)
 			}
 			cmd := child(t, tt.marker)
-			st, err := readStat(cmd.Process.Pid)
+			st, err := process.ReadStat(cmd.Process.Pid)
 			if err != nil {
 				t.Fatal(err)
 			}
-			r := record{Run: tt.marker, PID: cmd.Process.Pid, Start: st.start}
+			r := record{Run: tt.marker, PID: cmd.Process.Pid, Start: st.Start}
 			tt.bend(&r)
 			if err := r.write(l); err != nil {
 				t.Fatal(err)
@@ -164,7 +141,7 @@ func TestEndOrphan(t *testing.T) {
 				t.Errorf("ended %d, %v", n, err)
 			}
 			if alive := syscall.Kill(cmd.Process.Pid, 0) == nil; alive && tt.ended == 1 {
-				if st, err := readStat(cmd.Process.Pid); err == nil && st.state != 'Z' {
+				if st, err := process.ReadStat(cmd.Process.Pid); err == nil && !st.Dead() {
 					t.Error("it lives")
 				}
 			} else if !alive && tt.ended == 0 {

@@ -33,6 +33,7 @@ import (
 	"syscall"
 	"time"
 
+	"hermes-box-lite/internal/process"
 	"hermes-box-lite/internal/vm"
 	"hermes-box-lite/internal/vm/attach"
 )
@@ -60,8 +61,8 @@ type record struct {
 	ID       string `json:"id"`
 	HostPort int    `json:"host_port"`
 	Workload bool   `json:"workload"` // it has a supervisor, waiting for hb
-	PID      int    `json:"pid"`      // of the main process; 0 = stopped
-	Started  string `json:"started"`  // its start time, in the kernel's ticks
+	// Main is the main process; none when stopped.
+	Main process.ID `json:"main"`
 	// Ports that only hb in this machine uses; a real machine has its own.
 	DoorPort     string `json:"door_port"`
 	ExecutorPort string `json:"executor_port"`
@@ -183,33 +184,10 @@ func (d *Driver) describe(r record) vm.Machine {
 	switch {
 	case r.ID == "":
 		m.State = vm.Unknown
-	case alive(r):
+	case r.Main.Alive():
 		m.State = vm.Running
 	}
 	return m
-}
-
-// alive compares the start time, because pids are used again.
-func alive(r record) bool {
-	return r.PID > 0 && r.Started != "" && startTime(r.PID) == r.Started
-}
-
-// startTime is field 22 of /proc/PID/stat, "" for no process or a zombie.
-func startTime(pid int) string {
-	data, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
-	if err != nil {
-		return ""
-	}
-	// The name before it may hold anything, also a bracket and a blank.
-	end := strings.LastIndex(string(data), ") ")
-	if end < 0 {
-		return ""
-	}
-	fields := strings.Fields(string(data[end+2:]))
-	if len(fields) < 20 || fields[0] == "Z" || fields[0] == "X" {
-		return ""
-	}
-	return fields[19]
 }
 
 // Create implements vm.Driver.
@@ -299,7 +277,7 @@ func (d *Driver) Start(ctx context.Context, name string) error {
 		}
 		defer unlock()
 		r, err := d.load(name)
-		if err != nil || alive(r) {
+		if err != nil || r.Main.Alive() {
 			return err
 		}
 		if r.HostPort != 0 {
@@ -337,7 +315,7 @@ func (d *Driver) Start(ctx context.Context, name string) error {
 		if err := cmd.Start(); err != nil {
 			return err
 		}
-		r.PID, r.Started = cmd.Process.Pid, startTime(cmd.Process.Pid)
+		r.Main = process.Identify(cmd.Process.Pid)
 		go func() { _ = cmd.Wait() }() // reap it, should this process live on
 		return d.save(r)
 	})
@@ -384,9 +362,9 @@ func (d *Driver) Stop(ctx context.Context, name string) error {
 // halt ends the main process, then everything that still has the machine's
 // root in its environment.
 func (d *Driver) halt(ctx context.Context, r record) error {
-	if alive(r) {
-		_ = syscall.Kill(r.PID, syscall.SIGTERM)
-		for deadline := time.Now().Add(15 * time.Second); alive(r) && time.Now().Before(deadline) && ctx.Err() == nil; {
+	if r.Main.Alive() {
+		_ = syscall.Kill(r.Main.PID, syscall.SIGTERM)
+		for deadline := time.Now().Add(15 * time.Second); r.Main.Alive() && time.Now().Before(deadline) && ctx.Err() == nil; {
 			time.Sleep(20 * time.Millisecond)
 		}
 	}
@@ -396,7 +374,7 @@ func (d *Driver) halt(ctx context.Context, r record) error {
 			_ = syscall.Kill(pid, syscall.SIGKILL)
 		}
 		if len(left) == 0 {
-			r.PID, r.Started = 0, ""
+			r.Main = process.ID{}
 			return d.save(r)
 		}
 		time.Sleep(20 * time.Millisecond)
@@ -434,7 +412,7 @@ func (d *Driver) processes(name string) []int {
 		if err != nil || !slices.Contains(strings.Split(string(data), "\x00"), want) {
 			continue
 		}
-		if pid, err := strconv.Atoi(filepath.Base(filepath.Dir(path))); err == nil && pid != os.Getpid() && startTime(pid) != "" {
+		if pid, err := strconv.Atoi(filepath.Base(filepath.Dir(path))); err == nil && pid != os.Getpid() && process.Identify(pid).Alive() {
 			pids = append(pids, pid)
 		}
 	}
@@ -473,7 +451,7 @@ func (d *Driver) Exec(ctx context.Context, name string, c vm.Command) (code int,
 		if err != nil {
 			return err
 		}
-		if !alive(r) {
+		if !r.Main.Alive() {
 			return fmt.Errorf("fake machine %s: %w", name, vm.ErrNotRunning)
 		}
 		code, err = d.exec(ctx, r, c)

@@ -58,7 +58,7 @@ func (d *Driver) connect(ctx context.Context, name string) (*ssh.Client, error) 
 	if err != nil {
 		return nil, err
 	}
-	if !r.QEMU.alive() {
+	if !r.QEMU.Alive() {
 		return nil, fmt.Errorf("qemu machine %s: %w", name, vm.ErrNotRunning)
 	}
 	ctx, cancel := context.WithTimeoutCause(ctx, time.Minute, errors.New("the machine does not answer"))

@@ -9,6 +9,7 @@ import (
 	"strings"
 
 	"hermes-box-lite/internal/atomicfile"
+	"hermes-box-lite/internal/process"
 )
 
 // verdict is what this boot of the host taught about KVM.
@@ -32,14 +33,14 @@ func (d *Driver) kvm() kvmChoice {
 	}
 	data, err := os.ReadFile(d.verdictPath())
 	var v verdict
-	if err != nil || json.Unmarshal(data, &v) != nil || v.BootID != bootID() {
+	if err != nil || json.Unmarshal(data, &v) != nil || v.BootID != process.BootID() {
 		return kvmChoice{use: true}
 	}
 	return kvmChoice{use: v.Works, proven: v.Works, lies: !v.Works}
 }
 
 func (d *Driver) rememberKVM(works bool) error {
-	data, err := json.Marshal(verdict{bootID(), works})
+	data, err := json.Marshal(verdict{process.BootID(), works})
 	if err != nil {
 		return err
 	}

@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"hermes-box-lite/internal/process"
 	"hermes-box-lite/internal/vm"
 	"hermes-box-lite/internal/vm/vmtest"
 )
@@ -98,7 +99,7 @@ func TestMachine(t *testing.T) {
 		t.Fatal(err)
 	}
 	lost := r
-	lost.QEMU = process{}
+	lost.QEMU = process.ID{}
 	if err := d.save(lost); err != nil {
 		t.Fatal(err)
 	}
@@ -115,8 +116,8 @@ func TestMachine(t *testing.T) {
 	if err := d.Delete(ctx, spec.Name, spec.OwnerID); err != nil {
 		t.Fatal(err)
 	}
-	for what, p := range map[string]process{"qemu": r.QEMU, "passt": r.Passt} {
-		if p.PID != 0 && p.alive() {
+	for what, p := range map[string]process.ID{"qemu": r.QEMU, "passt": r.Passt} {
+		if p.PID != 0 && p.Alive() {
 			t.Errorf("%s %d survived", what, p.PID)
 		}
 	}
@@ -179,7 +180,7 @@ func keysAreSecret(t *testing.T, d *Driver, r record) {
 			t.Errorf("%s: %v, %v", e.Name(), info.Mode(), err)
 		}
 	}
-	for _, p := range []process{r.QEMU, r.Passt} {
+	for _, p := range []process.ID{r.QEMU, r.Passt} {
 		if p.PID == 0 {
 			continue
 		}

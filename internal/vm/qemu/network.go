@@ -8,6 +8,7 @@ import (
 	"syscall"
 	"time"
 
+	"hermes-box-lite/internal/process"
 	"hermes-box-lite/internal/wire"
 )
 
@@ -42,7 +43,7 @@ func (n network) close() {
 // minutes when it has to send faster than its peer reads: it drops what the
 // guest then sends again at ever longer intervals.
 func (d *Driver) startNetwork(r *record) (network, error) {
-	r.Passt = process{}
+	r.Passt = process.ID{}
 	in := "user,id=in,restrict=on,net=" + channelNet + fmt.Sprintf(",hostfwd=tcp:127.0.0.1:%d-%s:%d", r.ChannelPort, channelAddress, wire.ChannelPort)
 	if r.HostPort != 0 {
 		in += fmt.Sprintf(",hostfwd=tcp:127.0.0.1:%d-%s:%d", r.HostPort, channelAddress, r.GuestPort)
@@ -82,7 +83,7 @@ func (d *Driver) startNetwork(r *record) (network, error) {
 		r.Notes = append(r.Notes, noNetwork+lastLine(log.Name()))
 		return network{args: append([]string{"-netdev", "user,id=out,restrict=on"}, devices...)}, nil
 	}
-	r.Passt = identify(cmd.Process.Pid)
+	r.Passt = process.Identify(cmd.Process.Pid)
 	return network{
 		args:  append([]string{"-netdev", "stream,id=out,server=off,addr.type=fd,addr.str=3"}, devices...),
 		files: []*os.File{ours},

@@ -32,6 +32,7 @@ import (
 	"golang.org/x/crypto/ssh"
 
 	"hermes-box-lite/internal/atomicfile"
+	"hermes-box-lite/internal/process"
 	"hermes-box-lite/internal/vm"
 	"hermes-box-lite/internal/wire"
 )
@@ -72,24 +73,24 @@ func (d *Driver) Name() string { return "qemu" }
 
 // record is machine.json.
 type record struct {
-	Name        string   `json:"name"`
-	OwnerID     string   `json:"owner_id"`
-	ID          string   `json:"id"` // also the machine's UUID
-	CPUs        int      `json:"cpus"`
-	MemoryMiB   int      `json:"memory_mib"`
-	HostPort    int      `json:"host_port"`
-	GuestPort   int      `json:"guest_port"`
-	Workload    []string `json:"workload"`
-	Base        string   `json:"base"` // hexadecimal digest
-	HostKey     string   `json:"host_key"`
-	HostPub     string   `json:"host_pub"`
-	ClientKey   string   `json:"client_key"`
-	ClientPub   string   `json:"client_pub"`
-	ChannelPort int      `json:"channel_port"` // of the last start
-	Isolation   string   `json:"isolation"`    // of the last start
-	Notes       []string `json:"notes"`        // of the last start
-	QEMU        process  `json:"qemu"`         // of the last start
-	Passt       process  `json:"passt"`
+	Name        string     `json:"name"`
+	OwnerID     string     `json:"owner_id"`
+	ID          string     `json:"id"` // also the machine's UUID
+	CPUs        int        `json:"cpus"`
+	MemoryMiB   int        `json:"memory_mib"`
+	HostPort    int        `json:"host_port"`
+	GuestPort   int        `json:"guest_port"`
+	Workload    []string   `json:"workload"`
+	Base        string     `json:"base"` // hexadecimal digest
+	HostKey     string     `json:"host_key"`
+	HostPub     string     `json:"host_pub"`
+	ClientKey   string     `json:"client_key"`
+	ClientPub   string     `json:"client_pub"`
+	ChannelPort int        `json:"channel_port"` // of the last start
+	Isolation   string     `json:"isolation"`    // of the last start
+	Notes       []string   `json:"notes"`        // of the last start
+	QEMU        process.ID `json:"qemu"`         // of the last start
+	Passt       process.ID `json:"passt"`
 }
 
 func (d *Driver) machines() string              { return filepath.Join(d.opts.Dir, "machines") }
@@ -185,7 +186,7 @@ func (d *Driver) load(name string) (record, error) {
 	if r.Name != name || r.OwnerID == "" || r.ID == "" {
 		return record{}, fmt.Errorf("%s is not the record of machine %s", d.recordPath(name), name)
 	}
-	if !r.QEMU.alive() {
+	if !r.QEMU.Alive() {
 		// A start that was killed may have started it and not come to record it.
 		if p, ok := findMachine(r.ID); ok {
 			r.QEMU = p
@@ -210,7 +211,7 @@ func (d *Driver) describe(r record) vm.Machine {
 	switch {
 	case r.ID == "":
 		m.State = vm.Unknown
-	case r.QEMU.alive():
+	case r.QEMU.Alive():
 		m.State = vm.Running
 	}
 	if m.Isolation == "" {
@@ -392,7 +393,7 @@ func (d *Driver) Delete(ctx context.Context, name, ownerID string) error {
 	if ownerID == "" || r.OwnerID != ownerID {
 		return fmt.Errorf("qemu machine %s: %w", name, vm.ErrNotOwner)
 	}
-	if err := errors.Join(r.QEMU.end(ctx), r.Passt.end(ctx)); err != nil {
+	if err := errors.Join(end(ctx, r.QEMU), end(ctx, r.Passt)); err != nil {
 		return fmt.Errorf("end the processes of %s: %w", name, err)
 	}
 	// Out of the way first, in one step: half a machine must not be found.

@@ -15,6 +15,7 @@ import (
 	"syscall"
 	"time"
 
+	"hermes-box-lite/internal/process"
 	"hermes-box-lite/internal/vm"
 	"hermes-box-lite/internal/wire"
 )
@@ -53,10 +54,10 @@ func (d *Driver) Start(ctx context.Context, name string) error {
 	if r.ID == "" {
 		return fmt.Errorf("%s is left-over storage without a record", d.dir(name))
 	}
-	if r.QEMU.alive() {
+	if r.QEMU.Alive() {
 		return d.awaitChannel(ctx, r, d.emulated)
 	}
-	if err := r.Passt.end(ctx); err != nil {
+	if err := end(ctx, r.Passt); err != nil {
 		return err
 	}
 	kvm := d.kvm()
@@ -93,7 +94,7 @@ func (d *Driver) boot(ctx context.Context, r *record, accel string, limit time.D
 	if err != nil {
 		cleanup, cancel := context.WithTimeout(context.WithoutCancel(ctx), 30*time.Second)
 		defer cancel()
-		err = errors.Join(err, r.QEMU.end(cleanup), r.Passt.end(cleanup))
+		err = errors.Join(err, end(cleanup, r.QEMU), end(cleanup, r.Passt))
 	}
 	return err
 }
@@ -149,7 +150,7 @@ func (d *Driver) launch(r *record, accel string) error {
 	if err := cmd.Start(); err != nil {
 		return err
 	}
-	r.QEMU = identify(cmd.Process.Pid)
+	r.QEMU = process.Identify(cmd.Process.Pid)
 	go func() { _ = cmd.Wait() }() // reap it, should this process live on
 	return nil
 }
@@ -237,7 +238,7 @@ func (d *Driver) awaitChannel(ctx context.Context, r record, limit time.Duration
 		if err == nil && r.networkAlive() {
 			return client.Close()
 		}
-		if !r.QEMU.alive() {
+		if !r.QEMU.Alive() {
 			if words := d.lastWords(r.Name); strings.Contains(words, "host forwarding rule") {
 				return fmt.Errorf("%s: %w", words, vm.ErrPortTaken)
 			}
@@ -254,7 +255,7 @@ func (d *Driver) awaitChannel(ctx context.Context, r record, limit time.Duration
 	}
 }
 
-func (r record) networkAlive() bool { return r.Passt.PID == 0 || r.Passt.alive() }
+func (r record) networkAlive() bool { return r.Passt.PID == 0 || r.Passt.Alive() }
 
 // lastWords is what QEMU or the guest's console said last.
 func (d *Driver) lastWords(name string) string {
@@ -288,10 +289,10 @@ func (d *Driver) Stop(ctx context.Context, name string) error {
 	if err != nil {
 		return err
 	}
-	if r.QEMU.alive() {
+	if r.QEMU.Alive() {
 		polite, cancel := context.WithTimeout(ctx, powerOffPatience)
 		if err := requestPowerOff(polite, r); err == nil {
-			for r.QEMU.alive() && polite.Err() == nil {
+			for r.QEMU.Alive() && polite.Err() == nil {
 				time.Sleep(50 * time.Millisecond)
 			}
 		}
@@ -299,9 +300,9 @@ func (d *Driver) Stop(ctx context.Context, name string) error {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		if r.QEMU.alive() {
+		if r.QEMU.Alive() {
 			quit(ctx, filepath.Join(d.dir(name), "qmp.sock"))
 		}
 	}
-	return errors.Join(r.QEMU.end(ctx), r.Passt.end(ctx))
+	return errors.Join(end(ctx, r.QEMU), end(ctx, r.Passt))
 }

@@ -20,6 +20,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"hermes-box-lite/internal/process"
 	"hermes-box-lite/internal/vm"
 )
 
@@ -93,26 +94,26 @@ func standIn(t *testing.T, id string) *exec.Cmd {
 
 func TestProcessIdentity(t *testing.T) {
 	cmd := standIn(t, newUUID())
-	p := identify(cmd.Process.Pid)
-	if !p.alive() {
+	p := process.Identify(cmd.Process.Pid)
+	if !p.Alive() {
 		t.Fatalf("%+v is not alive", p)
 	}
-	for what, other := range map[string]process{
-		"a pid used again": {p.PID, p.Started + "1", p.BootID},
-		"another boot":     {p.PID, p.Started, "00000000-0000-0000-0000-000000000000"},
-		"no start time":    {p.PID, "", p.BootID},
-		"no pid":           {0, p.Started, p.BootID},
+	for what, other := range map[string]process.ID{
+		"a pid used again": {PID: p.PID, Started: p.Started + "1", BootID: p.BootID},
+		"another boot":     {PID: p.PID, Started: p.Started, BootID: "00000000-0000-0000-0000-000000000000"},
+		"no start time":    {PID: p.PID, BootID: p.BootID},
+		"no pid":           {Started: p.Started, BootID: p.BootID},
 		"nothing":          {},
 	} {
-		if other.alive() {
+		if other.Alive() {
 			t.Errorf("%s counts as alive", what)
 		}
-		if err := other.end(t.Context()); err != nil || !p.alive() {
-			t.Fatalf("%s: end: %v; the process lives: %v", what, err, p.alive())
+		if err := end(t.Context(), other); err != nil || !p.Alive() {
+			t.Fatalf("%s: end: %v; the process lives: %v", what, err, p.Alive())
 		}
 	}
-	if err := p.end(t.Context()); err != nil || p.alive() {
-		t.Errorf("end: %v; alive: %v", err, p.alive()) // a zombie here, which is no life
+	if err := end(t.Context(), p); err != nil || p.Alive() {
+		t.Errorf("end: %v; alive: %v", err, p.Alive()) // a zombie here, which is no life
 	}
 }
 
@@ -139,17 +140,17 @@ func TestStartedAndNotRecorded(t *testing.T) {
 	}
 	other := standIn(t, newUUID())
 	cmd := standIn(t, r.ID)
-	own := identify(cmd.Process.Pid)
+	own := process.Identify(cmd.Process.Pid)
 	if m, err := d.Inspect(t.Context(), r.Name); err != nil || m.State != vm.Running {
 		t.Errorf("with its process: %+v, %v", m, err)
 	}
 	if err := d.Delete(t.Context(), r.Name, r.OwnerID); err != nil {
 		t.Fatal(err)
 	}
-	if own.alive() {
+	if own.Alive() {
 		t.Error("the machine's process survived its removal")
 	}
-	if !identify(other.Process.Pid).alive() {
+	if !process.Identify(other.Process.Pid).Alive() {
 		t.Error("another machine's process was ended")
 	}
 	nothingLeft(t, d)
