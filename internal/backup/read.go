@@ -1,0 +1,249 @@
+package backup
+
+import (
+	"bufio"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"hash"
+	"io"
+	"os"
+	"syscall"
+
+	"github.com/klauspost/compress/gzip"
+
+	"hermes-box-lite/internal/archive"
+)
+
+// bufferSize of reads and writes of the file, bytes.
+const bufferSize = 1 << 20
+
+// Archive is an opened archive file. It stays the same file until Close,
+// whatever happens to its name.
+type Archive struct {
+	file       *os.File
+	passphrase Passphrase
+	limits     archive.Limits
+	report     *Report // of Verify
+}
+
+// Open opens an archive and keeps it from being pruned meanwhile.
+func Open(path string, p Passphrase, l archive.Limits) (*Archive, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	info, err := f.Stat()
+	if err == nil && !info.Mode().IsRegular() {
+		err = fmt.Errorf("%s is not a file", path)
+	}
+	if err == nil {
+		err = lockFile(f, syscall.LOCK_SH)
+	}
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return &Archive{file: f, passphrase: p, limits: l}, nil
+}
+
+// lockFile takes an advisory lock. File systems without locks have none to
+// respect.
+func lockFile(f *os.File, how int) error {
+	err := syscall.Flock(int(f.Fd()), how|syscall.LOCK_NB)
+	if errors.Is(err, syscall.EWOULDBLOCK) {
+		return fmt.Errorf("%s is in use by another command", f.Name())
+	}
+	return nil
+}
+
+// Close releases the file.
+func (a *Archive) Close() error { return a.file.Close() }
+
+// Verify reads the whole archive. ErrAuth and archive.ErrUnsafe tell why it is
+// none.
+func (a *Archive) Verify(ctx context.Context, progress Progress) (Report, error) {
+	report, err := a.read(ctx, nil, nil, progress)
+	if err != nil {
+		return Report{}, err
+	}
+	a.report = &report
+	return report, nil
+}
+
+// errNotVerified is a fault of the caller.
+var errNotVerified = errors.New("the archive was not verified yet")
+
+// Stream writes the gzip stream of a verified archive to w. It fails when the
+// file is no longer the one that was verified; what w got counts only after
+// nil.
+func (a *Archive) Stream(ctx context.Context, w io.Writer, progress Progress) error {
+	if a.report == nil {
+		return errNotVerified
+	}
+	source, err := a.rewind(ctx, progress)
+	if err != nil {
+		return err
+	}
+	stream := sha256.New()
+	err = func() error {
+		m, err := decrypt(source.buffered, a.passphrase)
+		if err != nil {
+			return err
+		}
+		if _, err := io.CopyBuffer(io.MultiWriter(w, stream), onlyReader{m}, make([]byte, bufferSize)); err != nil {
+			return err
+		}
+		return m.finish()
+	}()
+	if source.err != nil {
+		return source.err
+	}
+	if errors.Is(err, ErrAuth) {
+		return errors.Join(ErrChanged, err) // it was whole a moment ago
+	}
+	if err != nil {
+		return err
+	}
+	return a.unchanged(source, stream)
+}
+
+// unchanged compares a second reading with the first.
+func (a *Archive) unchanged(source *source, stream hash.Hash) error {
+	if digest(source.sum) != a.report.SHA256 || digest(stream) != a.report.Stream {
+		return ErrChanged
+	}
+	return nil
+}
+
+// onlyReader hides other methods, so that io.CopyBuffer uses its buffer.
+type onlyReader struct{ io.Reader }
+
+// source is the file from its beginning, counted and hashed.
+type source struct {
+	buffered *bufio.Reader
+	sum      hash.Hash
+	err      error // of the file or the context, as opposed to its content
+}
+
+type sourceReader struct {
+	ctx         context.Context
+	file        *os.File
+	src         *source
+	done, total int64
+	progress    Progress
+}
+
+func (r *sourceReader) Read(p []byte) (int, error) {
+	if err := context.Cause(r.ctx); err != nil {
+		r.src.err = err
+		return 0, err
+	}
+	n, err := r.file.Read(p)
+	r.src.sum.Write(p[:n])
+	r.done += int64(n)
+	if r.progress != nil {
+		r.progress(r.done, max(r.total, r.done))
+	}
+	if err != nil && err != io.EOF {
+		r.src.err = fmt.Errorf("read the archive: %w", err)
+	}
+	return n, err
+}
+
+func (a *Archive) rewind(ctx context.Context, progress Progress) (*source, error) {
+	if _, err := a.file.Seek(0, io.SeekStart); err != nil {
+		return nil, fmt.Errorf("read the archive: %w", err)
+	}
+	info, err := a.file.Stat()
+	if err != nil {
+		return nil, fmt.Errorf("read the archive: %w", err)
+	}
+	s := &source{sum: sha256.New()}
+	s.buffered = bufio.NewReaderSize(&sourceReader{ctx: ctx, file: a.file, src: s, total: info.Size(), progress: progress}, bufferSize)
+	return s, nil
+}
+
+// read takes the archive apart, hands its entries to h, and returns nil only
+// when message, gzip stream and grammar were sound to their ends. What h was
+// given before counts only then.
+func (a *Archive) read(ctx context.Context, h archive.Handler, l *archive.Limits, progress Progress) (Report, error) {
+	if l == nil {
+		l = &a.limits
+	}
+	source, err := a.rewind(ctx, progress)
+	if err != nil {
+		return Report{}, err
+	}
+	m, err := decrypt(source.buffered, a.passphrase)
+	if err != nil {
+		return Report{}, errors.Join(source.err, err)
+	}
+	stream := sha256.New()
+	summary, contentErr := readStream(ahead(io.TeeReader(m, stream)), *l, h)
+	// Whatever the content was like: first it must be what its maker wrote.
+	if err := m.finish(); err != nil && !errors.Is(err, errExtra) {
+		if source.err != nil {
+			return Report{}, source.err
+		}
+		return Report{}, err
+	} else if err != nil && contentErr == nil {
+		contentErr = fmt.Errorf("%w: %w", archive.ErrUnsafe, err)
+	}
+	if contentErr != nil {
+		return Report{}, contentErr
+	}
+	info, err := a.file.Stat()
+	if err != nil {
+		return Report{}, fmt.Errorf("read the archive: %w", err)
+	}
+	return Report{Size: info.Size(), SHA256: digest(source.sum), Stream: digest(stream), Summary: summary}, nil
+}
+
+// readStream reads one gzip stream, and nothing after it, through the grammar.
+func readStream(r *aheadReader, l archive.Limits, h archive.Handler) (archive.Summary, error) {
+	defer r.stop()
+	br := bufio.NewReaderSize(r, 64<<10)
+	z, err := gzip.NewReader(br)
+	if err != nil {
+		return archive.Summary{}, notGzip(err)
+	}
+	z.Multistream(false)
+	marked := &markedReader{r: z}
+	summary, err := archive.Read(marked, l, h)
+	if marked.err != nil {
+		return summary, notGzip(marked.err)
+	}
+	if err != nil {
+		return summary, err
+	}
+	if _, err := br.Peek(1); err != io.EOF {
+		return summary, fmt.Errorf("%w: something follows the gzip stream", archive.ErrUnsafe)
+	}
+	return summary, nil
+}
+
+// notGzip: what is authenticated and yet no gzip stream was made so.
+func notGzip(err error) error {
+	if errors.Is(err, ErrAuth) {
+		return err
+	}
+	return fmt.Errorf("%w: its content is no whole gzip stream: %w", archive.ErrUnsafe, err)
+}
+
+// markedReader keeps the first error that is not the end.
+type markedReader struct {
+	r   io.Reader
+	err error
+}
+
+func (m *markedReader) Read(p []byte) (int, error) {
+	n, err := m.r.Read(p)
+	if err != nil && err != io.EOF && m.err == nil {
+		m.err = err
+	}
+	return n, err
+}
+
+func digest(h hash.Hash) string { return hex.EncodeToString(h.Sum(nil)) }

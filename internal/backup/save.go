@@ -1,0 +1,194 @@
+package backup
+
+import (
+	"bufio"
+	"context"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+
+	"hermes-box-lite/internal/archive"
+	"hermes-box-lite/internal/atomicfile"
+)
+
+// SaveOptions are what one Save needs.
+type SaveOptions struct {
+	Path       string // of the new archive; its directory must exist
+	Box        string // whose archive it is; names the partial file
+	Passphrase Passphrase
+	Limits     archive.Limits
+	// Source writes the gzip stream. Its error ends the save.
+	Source func(ctx context.Context, w io.Writer) error
+	// Accept is asked, after the file was verified and before it gets its
+	// name, whether it is what the source meant to write.
+	Accept   func(Report) error
+	Verified Progress // of the reading back
+}
+
+// Save writes an archive: encrypted into a partial file in the destination's
+// directory, synced, read again through the same descriptor and verified as
+// Archive.Verify does, and only then given its name, which must be free. When
+// anything fails nothing is left; what a killed Save left, the next one of the
+// same box removes.
+func Save(ctx context.Context, o SaveOptions) (report Report, err error) {
+	if err := Free(o.Path); err != nil {
+		return Report{}, err
+	}
+	dir := filepath.Dir(o.Path)
+	removeStale(dir, o.Box)
+	partial, err := createPartial(dir, o.Box)
+	if err != nil {
+		return Report{}, fmt.Errorf("write into %s: %w", dir, err)
+	}
+	a := &Archive{file: partial, passphrase: o.Passphrase, limits: o.Limits}
+	defer func() {
+		// Under its final name or not at all.
+		if removeErr := os.Remove(partial.Name()); !errors.Is(removeErr, fs.ErrNotExist) {
+			err = errors.Join(err, removeErr)
+		}
+		err = errors.Join(err, a.Close())
+	}()
+	stream, err := write(ctx, partial, o)
+	if err != nil {
+		return Report{}, err
+	}
+	report, err = a.Verify(ctx, o.Verified)
+	if err == nil && report.Stream != stream {
+		err = errors.New("it holds other bytes than were written")
+	}
+	if err != nil {
+		return Report{}, fmt.Errorf("read the archive back: %w", err)
+	}
+	if err := o.Accept(report); err != nil {
+		return Report{}, err
+	}
+	return report, publish(partial.Name(), o.Path)
+}
+
+// Free returns ErrExists, with the path, when something is at path.
+func Free(path string) error {
+	_, err := os.Lstat(path)
+	switch {
+	case err == nil:
+		return fmt.Errorf("%s %w", path, ErrExists)
+	case errors.Is(err, fs.ErrNotExist):
+		return nil
+	}
+	return err
+}
+
+// write returns the SHA-256 of the stream.
+func write(ctx context.Context, partial *os.File, o SaveOptions) (string, error) {
+	buffered := bufio.NewWriterSize(partial, bufferSize)
+	sealed, err := encrypt(buffered, o.Passphrase)
+	if err != nil {
+		return "", err
+	}
+	stream := sha256.New()
+	if err := o.Source(ctx, &sink{ctx, io.MultiWriter(stream, sealed)}); err != nil {
+		return "", err
+	}
+	if err := errors.Join(sealed.Close(), buffered.Flush()); err != nil {
+		return "", fmt.Errorf("write the archive: %w", err)
+	}
+	if err := partial.Sync(); err != nil {
+		return "", fmt.Errorf("write the archive: %w", err)
+	}
+	return digest(stream), nil
+}
+
+// sink ends with its context.
+type sink struct {
+	ctx context.Context
+	w   io.Writer
+}
+
+func (s *sink) Write(p []byte) (int, error) {
+	if err := context.Cause(s.ctx); err != nil {
+		return 0, err
+	}
+	n, err := s.w.Write(p)
+	if err != nil {
+		err = fmt.Errorf("write the archive: %w", err)
+	}
+	return n, err
+}
+
+const partialSuffix = ".partial"
+
+func partialPrefix(box string) string { return ".hermes-box-" + box + "." }
+
+// createPartial makes a file that only its owner reads and that says, by a
+// lock, that somebody is writing it.
+func createPartial(dir, box string) (*os.File, error) {
+	var id [8]byte
+	_, _ = rand.Read(id[:]) // never fails
+	path := filepath.Join(dir, partialPrefix(box)+hex.EncodeToString(id[:])+partialSuffix)
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	if err := lockFile(f, syscall.LOCK_EX); err != nil {
+		return nil, errors.Join(err, os.Remove(path), f.Close())
+	}
+	return f, nil
+}
+
+// removeStale removes partial files of a box that nobody is writing any more.
+// What cannot be removed only wastes space.
+func removeStale(dir, box string) {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return
+	}
+	for _, e := range entries {
+		id, ok := strings.CutPrefix(e.Name(), partialPrefix(box))
+		id, ends := strings.CutSuffix(id, partialSuffix)
+		if _, err := hex.DecodeString(id); !ok || !ends || len(id) != 16 || err != nil || !e.Type().IsRegular() {
+			continue
+		}
+		path := filepath.Join(dir, e.Name())
+		f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW, 0)
+		if err != nil {
+			continue
+		}
+		if lockFile(f, syscall.LOCK_EX) == nil {
+			_ = os.Remove(path)
+		}
+		_ = f.Close()
+	}
+}
+
+// publish gives a synced file its name, which must be free at that very
+// moment, and makes that durable. The partial name may stay.
+func publish(partial, final string) error {
+	err := os.Link(partial, final)
+	if err != nil && !errors.Is(err, fs.ErrExist) {
+		// A file system without hard links.
+		err = renameNoReplace(partial, final)
+	}
+	if errors.Is(err, fs.ErrExist) {
+		return fmt.Errorf("%s %w", final, ErrExists)
+	}
+	if err != nil {
+		return fmt.Errorf("give the archive its name: %w", err)
+	}
+	return atomicfile.SyncDir(filepath.Dir(final))
+}
+
+// FreeSpace of the file system that holds dir, bytes, for this user.
+func FreeSpace(dir string) (int64, error) {
+	var st syscall.Statfs_t
+	if err := syscall.Statfs(dir, &st); err != nil {
+		return 0, fmt.Errorf("ask for the free space of %s: %w", dir, err)
+	}
+	return int64(st.Bavail) * int64(st.Bsize), nil //nolint:gosec,unconvert // far below 2^63; the types differ between systems
+}
