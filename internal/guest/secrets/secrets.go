@@ -1,5 +1,6 @@
 // Package secrets keeps what is the box's own and never travels in an
-// archive: the two tokens of the door and the marker of a deliberate pause.
+// archive: the two tokens of the door, the marker of a deliberate pause, and
+// that of a new box which waits for its state.
 //
 // Everything lies in layout.Secrets(), a directory of root's alone. Tokens are
 // made once and stay the same across restarts, because the configuration of
@@ -32,6 +33,7 @@ const (
 	agentFile    = "agent-token"
 	operatorFile = "operator-token"
 	pauseFile    = "paused"
+	awaitFile    = "awaits-state"
 	tokenLength  = 64
 )
 
@@ -157,39 +159,51 @@ func readToken(path string) (string, error) {
 
 // Paused reports whether Executor is deliberately down. Only a marker that is
 // certainly absent means no.
-func Paused(l layout.Layout) (bool, error) {
-	_, err := os.Lstat(filepath.Join(l.Secrets(), pauseFile))
+func Paused(l layout.Layout) (bool, error) { return marked(l, pauseFile) }
+
+// SetPaused writes or removes the marker, durably.
+func SetPaused(l layout.Layout, paused bool) error {
+	return mark(l, pauseFile, "Executor is deliberately down; `hb up` resumes it.\n", paused)
+}
+
+// AwaitsState reports whether the box is a new one that is to be filled with
+// the state of an archive. Until then nothing may use what is there.
+func AwaitsState(l layout.Layout) (bool, error) { return marked(l, awaitFile) }
+
+// SetAwaitsState writes or removes the marker, durably.
+func SetAwaitsState(l layout.Layout, awaits bool) error {
+	return mark(l, awaitFile, "This new box waits for the state of an archive.\n", awaits)
+}
+
+func marked(l layout.Layout, name string) (bool, error) {
+	_, err := os.Lstat(filepath.Join(l.Secrets(), name))
 	if errors.Is(err, fs.ErrNotExist) {
 		return false, nil
 	}
 	if err != nil {
-		return false, fmt.Errorf("read the pause marker: %w", err)
+		return false, fmt.Errorf("read the marker %s: %w", name, err)
 	}
 	return true, nil
 }
 
-// SetPaused writes or removes the marker, durably.
-func SetPaused(l layout.Layout, paused bool) error {
+func mark(l layout.Layout, name, text string, set bool) error {
 	dir := l.Secrets()
-	path := filepath.Join(dir, pauseFile)
-	if paused {
-		if err := ensureDir(dir); err != nil {
-			return fmt.Errorf("write the pause marker: %w", err)
+	path := filepath.Join(dir, name)
+	err := func() error {
+		if set {
+			if err := ensureDir(dir); err != nil {
+				return err
+			}
+			return atomicfile.Write(path, []byte(text), 0o600)
 		}
-		if err := atomicfile.Write(path, []byte("Executor is deliberately down; `hb up` resumes it.\n"), 0o600); err != nil {
-			return fmt.Errorf("write the pause marker: %w", err)
+		err := os.Remove(path)
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil
 		}
-		return nil
-	}
-	err := os.Remove(path)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	if err == nil {
-		err = atomicfile.SyncDir(dir)
-	}
+		return errors.Join(err, atomicfile.SyncDir(dir))
+	}()
 	if err != nil {
-		return fmt.Errorf("remove the pause marker: %w", err)
+		return fmt.Errorf("change the marker %s: %w", name, err)
 	}
 	return nil
 }

@@ -154,7 +154,14 @@ func (e *executor) wanted() bool {
 		e.problem = err.Error()
 	}
 	return e.provisioned && e.settings.Executor && !paused && err == nil &&
-		e.holds == 0 && !e.closing && !time.Now().Before(e.downUntil)
+		!e.held() && !e.closing && !time.Now().Before(e.downUntil)
+}
+
+// held reports whether another operation keeps Executor down, be it across
+// restarts of the supervisor. Callers hold mu.
+func (e *executor) held() bool {
+	awaits, err := secrets.AwaitsState(e.l)
+	return e.holds > 0 || awaits || err != nil
 }
 
 // reconcile brings the process closer to what is wanted and returns when to
@@ -676,7 +683,7 @@ func (e *executor) phaseLocked() Phase {
 		return PhaseNotProvisioned
 	case !e.settings.Executor:
 		return PhaseDisabled
-	case e.holds > 0:
+	case e.held():
 		return PhaseHeld
 	case e.problem != "":
 		return PhaseWaiting
