@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"log"
 	"os"
@@ -290,15 +289,7 @@ func (a *app) provisionCommand() *cobra.Command {
 	return verb("provision", "Bring the box to the request on standard input", "", cobra.NoArgs, a.mustBeRoot(func(ctx context.Context) error {
 		emit := wire.NewEmitter(a.stdout)
 		err := a.provision(ctx, emit)
-		result := wire.Event{Type: wire.EventResult}
-		if err != nil {
-			result.Error = err.Error()
-			var hinted interface{ Hint() string }
-			if errors.As(err, &hinted) {
-				result.Hint = hinted.Hint()
-			}
-		}
-		if emitErr := emit.Emit(result); emitErr != nil {
+		if emitErr := emit.Emit(resultEvent(err)); emitErr != nil {
 			return errors.Join(err, emitErr)
 		}
 		if err != nil {
@@ -309,22 +300,12 @@ func (a *app) provisionCommand() *cobra.Command {
 }
 
 func (a *app) provision(ctx context.Context, emit *wire.Emitter) error {
-	data, err := io.ReadAll(io.LimitReader(a.stdin, wire.MaxDocument+1))
-	if err != nil {
-		return fmt.Errorf("read the request: %w", err)
-	}
 	var req wire.ProvisionRequest
-	if err := wire.DecodeStrict(data, &req); err != nil {
-		return fmt.Errorf("read the request: %w", err)
+	if err := a.readRequest(&req, &req.Protocol); err != nil {
+		return err
 	}
-	if req.Protocol != wire.Protocol {
-		return fmt.Errorf("the request is of protocol %d, this hb speaks %d", req.Protocol, wire.Protocol)
-	}
-	release, err := supervise.HoldExecutor(ctx, a.layout, downWait)
-	switch {
-	case errors.Is(err, supervise.ErrNoSupervisor):
-		release = func() {} // nothing runs that could be disturbed
-	case err != nil:
+	release, err := a.hold(ctx)
+	if err != nil {
 		return fmt.Errorf("hold Executor: %w", err)
 	}
 	runErr := provision.Run(ctx, a.layout, req, emit)

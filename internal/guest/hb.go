@@ -110,6 +110,7 @@ Exit codes: 0 ok, 1 failed, 2 usage, 3 unhealthy (doctor).`,
 		a.superviseCommand(), a.helloCommand(), a.readyCommand(), a.clockCommand(), a.provisionCommand(), a.attachCommand(),
 		a.runCommand(), a.ticketCommand(), a.tokenCommand(), a.shutdownCommand(),
 		a.checkSQLiteCommand(), a.checkHomeCommand(), a.wireApplyCommand(),
+		a.packCommand(), a.unpackCommand(), a.awaitStateCommand(), a.snapshotCommand(),
 	} {
 		plumbing.Hidden = true
 		root.AddCommand(plumbing)

@@ -98,6 +98,8 @@ type Event struct {
 	Total int64     `json:"total,omitempty"` // 0 = unknown
 	Error string    `json:"error,omitempty"`
 	Hint  string    `json:"hint,omitempty"`
+	// State is the result of pack and unpack.
+	State *StateResult `json:"state,omitempty"`
 }
 
 // Emitter writes events; it is not safe for concurrent use.

@@ -1,0 +1,125 @@
+package pack
+
+import (
+	"bufio"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"syscall"
+
+	"github.com/klauspost/compress/gzip"
+
+	"hermes-box-lite/internal/archive"
+	"hermes-box-lite/internal/guest/layout"
+	"hermes-box-lite/internal/wire"
+)
+
+// spaceReserve is left free on /data, bytes: a box needs some to work.
+const spaceReserve = 64 << 20
+
+// keep is what of a new box's /data is not state.
+func keep() map[string]bool { return map[string]bool{".hermes-box": true, "lost+found": true} }
+
+// Unpack fills the box's /data with the state of a gzip stream. What
+// provisioning has put there before goes first: the caller makes sure that the
+// box is a new one. Whether the result counts, the host decides.
+func Unpack(ctx context.Context, l layout.Layout, freshLogins bool, r io.Reader) (_ wire.StateResult, err error) {
+	if err := clearData(l); err != nil {
+		return wire.StateResult{}, fmt.Errorf("clear the new box's state: %w", err)
+	}
+	limits, err := limitsOf(l.Data())
+	if err != nil {
+		return wire.StateResult{}, err
+	}
+	root, err := os.OpenRoot(l.Data())
+	if err != nil {
+		return wire.StateResult{}, err
+	}
+	defer func() { err = errors.Join(err, root.Close()) }()
+	dropped := []string{}
+	options := archive.ExtractOptions{
+		Strip: true, Existing: keep(), Chown: l.Real(),
+		AgentUID: layout.AgentUID, AgentGID: layout.AgentGID,
+	}
+	if freshLogins {
+		options.Drop = func(name string) bool {
+			for _, login := range logins() {
+				if login.file == name {
+					dropped = append(dropped, wire.Printable("/"+name))
+					return true
+				}
+			}
+			return false
+		}
+	}
+	extractor := archive.NewExtractor(root, options)
+	sum := sha256.New()
+	source := bufio.NewReaderSize(io.TeeReader(&contextReader{ctx, r}, sum), 256<<10)
+	z, err := gzip.NewReader(source)
+	if err != nil {
+		return wire.StateResult{}, fmt.Errorf("read the stream: %w", err)
+	}
+	z.Multistream(false)
+	summary, err := archive.Read(z, limits, extractor)
+	if err != nil {
+		return wire.StateResult{}, err
+	}
+	if _, err := source.Peek(1); err != io.EOF {
+		return wire.StateResult{}, fmt.Errorf("%w: something follows the gzip stream", archive.ErrUnsafe)
+	}
+	if err := extractor.Finish(); err != nil {
+		return wire.StateResult{}, err
+	}
+	syscall.Sync()
+	return wire.StateResult{
+		Stream: hex.EncodeToString(sum.Sum(nil)), Entries: summary.Entries, Bytes: summary.Bytes, Digest: summary.Digest, Dropped: dropped,
+	}, nil
+}
+
+func clearData(l layout.Layout) error {
+	entries, err := os.ReadDir(l.Data())
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		if !keep()[e.Name()] {
+			if err := os.RemoveAll(filepath.Join(l.Data(), e.Name())); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// limitsOf bounds an archive by the space that there is for it.
+func limitsOf(dir string) (archive.Limits, error) {
+	limits := archive.DefaultLimits()
+	var st syscall.Statfs_t
+	if err := syscall.Statfs(dir, &st); err != nil {
+		return limits, fmt.Errorf("ask for the free space of %s: %w", dir, err)
+	}
+	free := int64(st.Bavail)*st.Bsize - spaceReserve //nolint:gosec // far below 2^63
+	if free <= 0 {
+		return limits, fmt.Errorf("%s: %w", dir, syscall.ENOSPC)
+	}
+	limits.Total = min(limits.Total, free)
+	return limits, nil
+}
+
+// contextReader ends with its context.
+type contextReader struct {
+	ctx context.Context
+	r   io.Reader
+}
+
+func (c *contextReader) Read(p []byte) (int, error) {
+	if err := context.Cause(c.ctx); err != nil {
+		return 0, err
+	}
+	return c.r.Read(p)
+}

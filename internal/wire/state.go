@@ -1,0 +1,47 @@
+package wire
+
+import "time"
+
+// PackRequest is the standard input of `hb pack`, whose standard output is the
+// gzip stream of the archive and whose standard error carries events.
+type PackRequest struct {
+	Protocol int       `json:"protocol"`
+	Box      string    `json:"box"`
+	Time     time.Time `json:"time"` // UTC, of the host
+	Lineage  string    `json:"lineage"`
+}
+
+// StateResult is what hb packed or unpacked, in the result event.
+type StateResult struct {
+	Stream  string   `json:"stream"` // SHA-256 of the gzip stream, hex
+	Entries int64    `json:"entries"`
+	Bytes   int64    `json:"bytes"`
+	Digest  string   `json:"digest"`   // of the state
+	PauseMS int64    `json:"pause_ms"` // how long Executor was held for it
+	Dropped []string `json:"dropped"`  // logins left out, escaped paths
+}
+
+// StatePlan is what an archive of the box would hold: `hb pack --plan`. The
+// sizes are those of the files and can change until they are packed.
+type StatePlan struct {
+	Protocol int         `json:"protocol"`
+	Entries  int64       `json:"entries"`
+	Bytes    int64       `json:"bytes"`
+	Parts    []StatePart `json:"parts"`
+	LeftOut  []LeftOut   `json:"left_out"`
+	More     int         `json:"more"` // left out beyond those listed
+}
+
+// StatePart is the share of one tool.
+type StatePart struct {
+	Name    string `json:"name"`
+	Entries int64  `json:"entries"`
+	Bytes   int64  `json:"bytes"`
+}
+
+// LeftOut is a path that does not travel.
+type LeftOut struct {
+	Path  string `json:"path"` // escaped
+	Why   string `json:"why"`
+	Bytes int64  `json:"bytes"`
+}
