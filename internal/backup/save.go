@@ -167,6 +167,20 @@ func removeStale(dir, box string) {
 	}
 }
 
+// RemoveUnused removes an archive unless a command has it open, and reports
+// whether it did.
+func RemoveUnused(path string) (bool, error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW, 0)
+	if err != nil {
+		return false, err
+	}
+	defer func() { _ = f.Close() }()
+	if lockFile(f, syscall.LOCK_EX) != nil {
+		return false, nil
+	}
+	return true, os.Remove(path)
+}
+
 // publish gives a synced file its name, which must be free at that very
 // moment, and makes that durable. The partial name may stay.
 func publish(partial, final string) error {

@@ -1,19 +1,29 @@
 package box
 
 import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
 	"errors"
+	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
+
+	"hermes-box-lite/internal/archive"
+	"hermes-box-lite/internal/atomicfile"
+	"hermes-box-lite/internal/backup"
 )
 
-// Backup is an archive of a box found in the backups directory.
+// Backup is an archive of a box.
 type Backup struct {
 	Path     string
-	Time     time.Time // UTC, from its name
-	Verified bool      // this host wrote and verified it
+	Time     time.Time // UTC, from its name, else the file's own
+	Verified bool      // this host read all of this very file
 }
 
 // backupLayout is the time in an archive's name.
@@ -21,29 +31,194 @@ const backupLayout = "20060102-150405"
 
 const backupSuffix = ".tar.gz.gpg"
 
-// NewestBackup finds the newest archive of a box by the name that archives
-// are given. found is false when there is none.
-func (h Home) NewestBackup(name string) (newest Backup, found bool, err error) {
-	entries, err := os.ReadDir(h.Backups())
-	if errors.Is(err, fs.ErrNotExist) {
-		return Backup{}, false, nil
+// backupName is the name of an archive that is saved without another.
+func backupName(box string, when time.Time) string {
+	return box + "-" + when.UTC().Format(backupLayout) + backupSuffix
+}
+
+// backupTime is the inverse of backupName.
+func backupTime(box, base string) (time.Time, bool) {
+	stamp, ok := strings.CutPrefix(base, box+"-")
+	if !ok {
+		return time.Time{}, false
 	}
+	stamp, ok = strings.CutSuffix(stamp, backupSuffix)
+	when, err := time.ParseInLocation(backupLayout, stamp, time.UTC)
+	return when, ok && err == nil
+}
+
+// NewestBackup finds the newest archive of a box: among those in the backups
+// directory, by the name that archives are given, and the one that save wrote
+// last, wherever that is. found is false when there is none.
+func (m *Manager) NewestBackup(name string) (newest Backup, found bool, err error) {
+	paths, err := m.backupsIn(m.home.Backups(), name)
 	if err != nil {
 		return Backup{}, false, err
 	}
-	for _, e := range entries {
-		stamp, ok := strings.CutPrefix(e.Name(), name+"-")
-		if !ok {
-			continue
-		}
-		stamp, ok = strings.CutSuffix(stamp, backupSuffix)
-		when, timeErr := time.ParseInLocation(backupLayout, stamp, time.UTC)
-		if !ok || timeErr != nil || !e.Type().IsRegular() {
-			continue
-		}
-		if !found || when.After(newest.Time) {
-			newest, found = Backup{Path: filepath.Join(h.Backups(), e.Name()), Time: when}, true
+	if len(paths) > 0 {
+		newest, found = paths[len(paths)-1], true
+	}
+	// A record that cannot be read has been reported by its reader.
+	if rec, err := m.registry.get(name); err == nil && rec.LastArchive != "" {
+		if info, err := os.Stat(rec.LastArchive); err == nil {
+			last := Backup{Path: rec.LastArchive, Time: info.ModTime().UTC()}
+			if when, ok := backupTime(name, filepath.Base(last.Path)); ok {
+				last.Time = when
+			}
+			if !found || last.Time.After(newest.Time) {
+				newest, found = last, true
+			}
 		}
 	}
+	if found {
+		newest.Verified = m.home.verified(newest.Path)
+	}
 	return newest, found, nil
+}
+
+// backupsIn returns the archives of a box in a directory, oldest first.
+func (m *Manager) backupsIn(dir, name string) ([]Backup, error) {
+	entries, err := os.ReadDir(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	var list []Backup
+	for _, e := range entries {
+		if when, ok := backupTime(name, e.Name()); ok && e.Type().IsRegular() {
+			list = append(list, Backup{Path: filepath.Join(dir, e.Name()), Time: when})
+		}
+	}
+	slices.SortStableFunc(list, func(a, b Backup) int { return a.Time.Compare(b.Time) })
+	return list, nil
+}
+
+// verification is what this host knows of an archive file that it has read to
+// its end. Size and time tell, without reading it again, that the file is
+// still the one with that hash.
+type verification struct {
+	Path    string    `json:"path"`
+	SHA256  string    `json:"sha256"`
+	Size    int64     `json:"size"`
+	ModTime time.Time `json:"mod_time"`
+	Time    time.Time `json:"time"` // UTC, of the verification
+}
+
+func (h Home) verification(path string) string {
+	sum := sha256.Sum256([]byte(path))
+	return filepath.Join(h.verifications(), hex.EncodeToString(sum[:])+".json")
+}
+
+// noteVerified remembers that the file at path was verified.
+func (h Home) noteVerified(path string, report backup.Report, now time.Time) error {
+	path, err := filepath.Abs(path)
+	if err != nil {
+		return err
+	}
+	info, err := os.Stat(path)
+	if err != nil {
+		return err
+	}
+	data, err := json.Marshal(verification{path, report.SHA256, report.Size, info.ModTime(), now.UTC()})
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(h.verifications(), 0o700); err != nil {
+		return err
+	}
+	return atomicfile.Write(h.verification(path), append(data, '\n'), 0o600)
+}
+
+// verified reports whether this host has verified this very file.
+func (h Home) verified(path string) bool {
+	path, err := filepath.Abs(path)
+	if err != nil {
+		return false
+	}
+	data, err := os.ReadFile(h.verification(path))
+	if err != nil {
+		return false
+	}
+	var v verification
+	info, err := os.Stat(path)
+	return err == nil && json.Unmarshal(data, &v) == nil && v.Path == path && v.Size == info.Size() && v.ModTime.Equal(info.ModTime())
+}
+
+// prune removes the oldest verified archives of a box in a directory until
+// keep are left, and returns what it removed. An archive that this host has
+// not verified, or that a command is reading, stays and counts for nothing.
+func (m *Manager) prune(dir, name string, keep int) (removed []string, err error) {
+	list, err := m.backupsIn(dir, name)
+	if err != nil {
+		return nil, err
+	}
+	list = slices.DeleteFunc(list, func(b Backup) bool { return !m.home.verified(b.Path) })
+	for _, b := range list[:max(0, len(list)-keep)] {
+		gone, err := backup.RemoveUnused(b.Path)
+		if err != nil {
+			return removed, err
+		}
+		if gone {
+			removed = append(removed, b.Path)
+			_ = os.Remove(m.home.verification(b.Path)) // of a file that is no more
+		}
+	}
+	return removed, nil
+}
+
+// VerifyArchive reads an archive to its end.
+func (m *Manager) VerifyArchive(ctx context.Context, path string, p backup.Passphrase) (backup.Report, error) {
+	a, report, err := m.openArchive(ctx, path, p)
+	if err != nil {
+		return backup.Report{}, err
+	}
+	return report, a.Close()
+}
+
+// openArchive opens and verifies an archive; the caller closes it.
+func (m *Manager) openArchive(ctx context.Context, path string, p backup.Passphrase) (*backup.Archive, backup.Report, error) {
+	a, err := backup.Open(path, p, archive.DefaultLimits())
+	if err != nil {
+		return nil, backup.Report{}, err
+	}
+	report, err := a.Verify(ctx, m.opts.Report.Progress)
+	if err == nil {
+		if noteErr := m.home.noteVerified(path, report, m.opts.Now()); noteErr != nil {
+			m.opts.Report.Warn("remember that it was verified: " + noteErr.Error())
+		}
+		return a, report, nil
+	}
+	return nil, backup.Report{}, errors.Join(fmt.Errorf("%s: %w", path, err), a.Close())
+}
+
+// ExtractArchive verifies an archive and writes its content into a new
+// directory; dir "" is one below the backups directory. It returns the
+// directory.
+func (m *Manager) ExtractArchive(ctx context.Context, path, dir string, p backup.Passphrase) (string, error) {
+	if dir == "" {
+		if err := os.MkdirAll(m.home.Backups(), 0o700); err != nil {
+			return "", err
+		}
+		stem := strings.TrimSuffix(filepath.Base(path), backupSuffix)
+		dir = filepath.Join(m.home.Backups(), stem+"-extracted-"+m.opts.Now().UTC().Format(backupLayout))
+	}
+	dir, err := filepath.Abs(dir)
+	if err != nil {
+		return "", err
+	}
+	if err := backup.Free(dir); err != nil {
+		return "", err
+	}
+	m.opts.Report.Step("verify")
+	a, _, err := m.openArchive(ctx, path, p)
+	if err != nil {
+		return "", err
+	}
+	m.opts.Report.Step("extract")
+	if err := errors.Join(a.Extract(ctx, dir, m.opts.Report.Progress), a.Close()); err != nil {
+		return "", fmt.Errorf("extract %s: %w", path, err)
+	}
+	return dir, nil
 }

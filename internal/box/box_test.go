@@ -230,6 +230,8 @@ func (s *silent) Step(name string) { s.add("step", name) }
 func (s *silent) Note(text string) { s.add("note", text) }
 func (s *silent) Warn(text string) { s.add("warn", text) }
 
+func (s *silent) Progress(int64, int64) {}
+
 func testManager(t *testing.T, lo, hi int) (*Manager, *silent) {
 	t.Helper()
 	report := &silent{}
@@ -287,7 +289,7 @@ func TestThirtyReservationsSideBySide(t *testing.T) {
 	var wg sync.WaitGroup
 	for i := range ports {
 		wg.Go(func() {
-			rec := Record{Name: fmt.Sprintf("box%d", i), OwnerID: newOwnerID(), Phase: Creating}
+			rec := Record{Name: fmt.Sprintf("box%d", i), OwnerID: newID(), Phase: Creating}
 			errs[i] = m.reservePort(t.Context(), &rec, nil)
 			ports[i] = rec.HostPort
 		})
@@ -307,7 +309,7 @@ func TestThirtyReservationsSideBySide(t *testing.T) {
 	// nothing of the failed reservation stays.
 	var exhausted *PortsExhaustedError
 	for i := 30; ; i++ {
-		rec := Record{Name: fmt.Sprintf("box%d", i), OwnerID: newOwnerID(), Phase: Creating}
+		rec := Record{Name: fmt.Sprintf("box%d", i), OwnerID: newID(), Phase: Creating}
 		if err := m.reservePort(t.Context(), &rec, nil); err != nil {
 			if !errors.As(err, &exhausted) {
 				t.Fatal(err)
@@ -324,7 +326,7 @@ func TestThirtyReservationsSideBySide(t *testing.T) {
 	if err := m.registry.remove("box3"); err != nil {
 		t.Fatal(err)
 	}
-	rec := Record{Name: "again", OwnerID: newOwnerID()}
+	rec := Record{Name: "again", OwnerID: newID()}
 	if err := m.reservePort(t.Context(), &rec, nil); err != nil || rec.HostPort != ports[3] {
 		t.Errorf("the port of a removed box is not free again: %d, %v", rec.HostPort, err)
 	}
@@ -333,7 +335,7 @@ func TestThirtyReservationsSideBySide(t *testing.T) {
 func TestReservationAvoidsLostPorts(t *testing.T) {
 	lo, hi := freeRange(t, 3)
 	m, _ := testManager(t, lo, hi)
-	rec := Record{Name: "alpha", OwnerID: newOwnerID()}
+	rec := Record{Name: "alpha", OwnerID: newID()}
 	if err := m.reservePort(t.Context(), &rec, map[int]bool{lo: true, lo + 1: true}); err != nil || rec.HostPort != lo+2 {
 		t.Errorf("port %d, %v", rec.HostPort, err)
 	}
@@ -343,7 +345,7 @@ func TestRegistry(t *testing.T) {
 	h := testHome(t)
 	r := registry{h}
 	want := Record{
-		Name: "alpha", OwnerID: newOwnerID(), Driver: "fake", Phase: Creating, HostPort: 4790, BaseImage: "x",
+		Name: "alpha", OwnerID: newID(), Driver: "fake", Phase: Creating, HostPort: 4790, BaseImage: "x",
 		Operation: &Operation{"new", "create", time.Unix(1e9, 0).UTC()}, Created: time.Unix(1e9, 0).UTC(),
 	}
 	if err := r.put(want); err != nil {
@@ -600,8 +602,9 @@ func TestProvisionEvents(t *testing.T) {
 }
 
 func TestNewestBackup(t *testing.T) {
-	h := testHome(t)
-	if _, found, err := h.NewestBackup("alpha"); found || err != nil {
+	m, _ := testManager(t, 4790, 4790)
+	h := m.home
+	if _, found, err := m.NewestBackup("alpha"); found || err != nil {
 		t.Errorf("%v %v", found, err)
 	}
 	if err := os.MkdirAll(filepath.Join(h.Backups(), "alpha-20300101-000000.tar.gz.gpg"), 0o700); err != nil {
@@ -615,7 +618,7 @@ func TestNewestBackup(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	got, found, err := h.NewestBackup("alpha")
+	got, found, err := m.NewestBackup("alpha")
 	if err != nil || !found || filepath.Base(got.Path) != "alpha-20260102-030405.tar.gz.gpg" || !got.Time.Equal(time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)) {
 		t.Errorf("%+v %v %v", got, found, err)
 	}

@@ -188,9 +188,13 @@ func (m *Manager) awaitSupervisor(ctx context.Context, g guest) error {
 	}
 }
 
-// provisionRequest translates the configuration.
-func (m *Manager) provisionRequest(rec Record, refresh bool) (wire.ProvisionRequest, error) {
+// provisionRequest translates the configuration; pins, unless nil, replace the
+// versions that it asks for.
+func (m *Manager) provisionRequest(rec Record, refresh bool, pins *wire.Pins) (wire.ProvisionRequest, error) {
 	c := m.config
+	if pins == nil {
+		pins = &wire.Pins{Claude: c.ClaudeVersion, Codex: c.CodexVersion, Executor: c.ExecutorVersion, Hermes: c.HermesVersion}
+	}
 	bundle, err := extraCAs(c.ExtraCAFile)
 	if err != nil {
 		return wire.ProvisionRequest{}, err
@@ -198,7 +202,7 @@ func (m *Manager) provisionRequest(rec Record, refresh bool) (wire.ProvisionRequ
 	return wire.ProvisionRequest{
 		Protocol: wire.Protocol, BoxName: rec.Name, HostPort: rec.HostPort, EnvFile: c.GuestFile(),
 		NodeMajor: c.NodeMajor, Hermes: c.InstallHermes, Executor: c.InstallExecutor, WireMCP: c.WireMCP, Refresh: refresh,
-		Versions: wire.Pins{Claude: c.ClaudeVersion, Codex: c.CodexVersion, Executor: c.ExecutorVersion, Hermes: c.HermesVersion},
+		Versions: *pins,
 		CABundle: bundle, HTTPProxy: c.HTTPProxy, HTTPSProxy: c.HTTPSProxy, NoProxy: c.NoProxy,
 		Timezone: hostTimezone(), HermesInstaller: c.HermesInstaller,
 	}, nil
@@ -210,6 +214,14 @@ func (g guest) provision(ctx context.Context, req wire.ProvisionRequest, mu *mut
 	if err != nil {
 		return err
 	}
+	_, err = g.perform(ctx, mu, bytes.NewReader(body), nil, mu.provisionEvent, "provision")
+	return err
+}
+
+// perform runs a verb of hb that reports by events, hands them to on, and
+// returns the result. Events are on standard output, or on standard error when
+// data gets what the verb writes.
+func (g guest) perform(ctx context.Context, mu *mutation, stdin io.Reader, data io.Writer, on func(wire.Event), args ...string) (wire.Event, error) {
 	pr, pw := io.Pipe()
 	type outcome struct {
 		event wire.Event
@@ -217,36 +229,64 @@ func (g guest) provision(ctx context.Context, req wire.ProvisionRequest, mu *mut
 	}
 	done := make(chan outcome, 1)
 	go func() {
-		ev, err := wire.ReadEvents(pr, func(ev wire.Event) { mu.event(ev) }, func(line string) { mu.log.line("%s", line) })
+		ev, err := wire.ReadEvents(pr, on, func(line string) { mu.log.line("%s", line) })
 		_ = pr.CloseWithError(err)
 		done <- outcome{ev, err}
 	}()
-	code, execErr := g.drv.Exec(ctx, g.name, vm.Command{
-		Argv: []string{wire.HBPath, "provision"}, Stdin: bytes.NewReader(body), Stdout: pw, Stderr: mu.log,
-	})
+	cmd := vm.Command{Argv: append([]string{wire.HBPath}, args...), Stdin: stdin, Stdout: pw, Stderr: mu.log}
+	if data != nil {
+		cmd.Stdout, cmd.Stderr = data, pw
+	}
+	code, execErr := g.drv.Exec(ctx, g.name, cmd)
 	_ = pw.Close()
 	result := <-done
 	switch {
 	case execErr != nil:
-		return execErr
+		return wire.Event{}, execErr
 	case result.err != nil:
-		return fmt.Errorf("hb provision ended with %d: %w", code, result.err)
+		return wire.Event{}, fmt.Errorf("hb %s ended with %d: %w", args[0], code, result.err)
 	case result.event.Error != "":
 		// hb names its step too; once is enough.
-		return guestError(g.name, strings.TrimPrefix(result.event.Error, mu.step+": "), result.event.Hint)
+		return wire.Event{}, guestError(g.name, strings.TrimPrefix(result.event.Error, mu.step+": "), result.event.Hint)
 	case code != 0:
-		return fmt.Errorf("hb provision ended with %d after reporting success", code)
+		return wire.Event{}, fmt.Errorf("hb %s ended with %d after reporting success", args[0], code)
 	}
-	return nil
+	return result.event, nil
 }
 
-// event passes a guest's event on to the user.
-func (mu *mutation) event(ev wire.Event) {
+// provisionEvent passes an event of provisioning on to the user.
+func (mu *mutation) provisionEvent(ev wire.Event) {
+	if ev.Type == wire.EventStep {
+		mu.subStep("provision: " + wire.Printable(ev.Step))
+		return
+	}
+	mu.remark(ev)
+}
+
+// stateEvent passes an event of pack or unpack on; total is what there is to
+// read, bytes.
+func (mu *mutation) stateEvent(total int64) func(wire.Event) {
+	return func(ev wire.Event) {
+		switch ev.Type {
+		case wire.EventStep:
+			mu.subStep(mu.verb + ": " + wire.Printable(ev.Step))
+		case wire.EventProgress:
+			mu.m.opts.Report.Progress(ev.Done, max(total, ev.Done))
+		default:
+			mu.remark(ev)
+		}
+	}
+}
+
+// subStep shows a guest's step. It is not journalled.
+func (mu *mutation) subStep(name string) {
+	mu.step = name
+	mu.m.opts.Report.Step(name)
+	mu.log.line("step %s", name)
+}
+
+func (mu *mutation) remark(ev wire.Event) {
 	switch ev.Type {
-	case wire.EventStep:
-		mu.step = "provision: " + wire.Printable(ev.Step)
-		mu.m.opts.Report.Step(mu.step)
-		mu.log.line("step %s", mu.step)
 	case wire.EventNote:
 		mu.note(wire.Printable(ev.Text))
 	case wire.EventWarning:

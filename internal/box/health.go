@@ -47,6 +47,7 @@ func (m *Manager) examine(ctx context.Context, drv vm.Driver, rec Record) (wire.
 	inside, paused := m.examineInside(ctx, drv, rec)
 	checks = append(checks, inside...)
 	checks = append(checks, m.examineDoor(ctx, drv, rec, paused))
+	checks = append(checks, m.lineageCheck(rec)...)
 	return wire.NewReport(rec.Name, checks), nil
 }
 

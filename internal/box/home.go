@@ -45,6 +45,9 @@ func (h Home) records() string     { return filepath.Join(h.private(), "boxes") 
 func (h Home) locks() string       { return filepath.Join(h.private(), "locks") }
 func (h Home) transcripts() string { return filepath.Join(h.private(), "transcripts") }
 
+// verifications holds what is known of archive files, one file each.
+func (h Home) verifications() string { return filepath.Join(h.private(), "verified") }
+
 // ensure makes the private directories.
 func (h Home) ensure() error {
 	for _, dir := range []string{h.private(), h.records(), h.locks(), h.transcripts()} {

@@ -110,17 +110,26 @@ func (m *Manager) Stop(ctx context.Context, name string) (err error) {
 	if err := mu.enter("stop"); err != nil {
 		return err
 	}
+	if err := m.stopMachine(ctx, mu, drv); err != nil {
+		return err
+	}
+	return mu.complete()
+}
+
+// stopMachine stops a machine, its services first if they can be asked.
+func (m *Manager) stopMachine(ctx context.Context, mu *mutation, drv vm.Driver) error {
+	machine, err := drv.Inspect(ctx, mu.rec.Name)
+	if err != nil {
+		return err
+	}
 	if machine.State == vm.Running {
 		shutdown, cancel := context.WithTimeout(ctx, time.Minute)
-		if err := (guest{drv: drv, name: name, log: mu.log}).run(shutdown, "shutdown"); err != nil {
+		if err := (guest{drv: drv, name: mu.rec.Name, log: mu.log}).run(shutdown, "shutdown"); err != nil {
 			mu.log.line("hb shutdown: %v", err) // the engine stops the machine all the same
 		}
 		cancel()
 	}
-	if err := drv.Stop(ctx, name); err != nil {
-		return err
-	}
-	return mu.complete()
+	return drv.Stop(ctx, mu.rec.Name)
 }
 
 // Repair refreshes tools and assets of a box, rewires it and examines it. A
@@ -161,22 +170,10 @@ func (m *Manager) Repair(ctx context.Context, name string) (report wire.Report, 
 	if err := m.provision(ctx, mu, g, true); err != nil {
 		return wire.Report{}, err
 	}
-	if err := mu.enter("start Executor"); err != nil {
-		return wire.Report{}, err
-	}
-	if err := g.ready(ctx); err != nil {
-		return wire.Report{}, err
-	}
-	if err := m.wireMCP(ctx, mu, g); err != nil {
-		return wire.Report{}, err
-	}
 	for _, text := range m.notApplied(mu.rec) {
 		mu.warn(text)
 	}
-	if err := mu.enter("doctor"); err != nil {
-		return wire.Report{}, err
-	}
-	report, err = m.mustBeHealthy(ctx, mu, drv)
+	report, err = m.finish(ctx, mu, drv, g)
 	if err != nil {
 		return report, err
 	}

@@ -11,6 +11,7 @@ import (
 
 	"hermes-box-lite/internal/config"
 	"hermes-box-lite/internal/vm"
+	"hermes-box-lite/internal/wire"
 )
 
 // Reporter is told what a long command does. Texts may come from a guest and
@@ -19,6 +20,9 @@ type Reporter interface {
 	Step(name string) // a step of the command began
 	Note(text string) // what the step did or found
 	Warn(text string) // worth the user's attention
+	// Progress of the step: done of total bytes; total is 0 where it is not
+	// known.
+	Progress(done, total int64)
 }
 
 // Options is what a Manager is made of.
@@ -104,6 +108,7 @@ type mutation struct {
 	lock *lock
 	log  *transcript
 	step string
+	pins *wire.Pins // versions to install in place of the configured ones; nil: none
 	// began is when this mutation was first journalled; earlier is what the
 	// journal held before, the trace of an interrupted mutation.
 	began   time.Time
@@ -241,7 +246,8 @@ func verifiedAbsent(ctx context.Context, drv vm.Driver, name string) error {
 	return fmt.Errorf("the %s driver reports it deleted, and still shows it", drv.Name())
 }
 
-func newOwnerID() string {
+// newID makes an owner id or a lineage id: 32 hexadecimal digits.
+func newID() string {
 	id := make([]byte, 16)
 	_, _ = rand.Read(id) // never fails
 	return hex.EncodeToString(id)

@@ -35,44 +35,58 @@ func (m *Manager) New(ctx context.Context, name string, o NewOptions) (report wi
 	if err := mu.enter("check"); err != nil {
 		return wire.Report{}, err
 	}
-	if _, err := extraCAs(m.config.ExtraCAFile); err != nil {
-		return wire.Report{}, err // found now, not after the machine was made
-	}
 	if err := m.clearTheWay(ctx, mu); err != nil {
 		return wire.Report{}, err
 	}
-	drv, err := m.opts.Driver(ctx, m.config.Driver)
+	drv, base, err := m.prepare(ctx, mu)
 	if err != nil {
 		return wire.Report{}, err
 	}
-	if err := absent(ctx, drv, name); err != nil {
-		return wire.Report{}, err
-	}
-	if err := mu.enter("base"); err != nil {
-		return wire.Report{}, err
-	}
-	base, err := m.opts.Base(ctx, m.config.BaseImage, mu.note)
-	if err != nil {
-		return wire.Report{}, err
-	}
-
-	mu.rec = Record{
-		Name: name, OwnerID: newOwnerID(), Driver: drv.Name(), Phase: Creating, Created: m.opts.Now().UTC(),
-		BaseImage: m.config.BaseImage, BaseDigest: base.Digest,
-	}
+	mu.rec = m.newRecord(name, newID(), drv, base)
 	if err := m.create(ctx, mu, drv, base); err != nil {
-		return wire.Report{}, m.rollback(ctx, mu, drv, o, err)
+		return wire.Report{}, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
 	}
 	report, err = m.bringUp(ctx, mu, drv)
 	if err != nil {
-		return report, m.rollback(ctx, mu, drv, o, err)
+		return report, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
 	}
+	mu.ready(ctx, drv)
+	return report, mu.complete()
+}
+
+// prepare does what can be done before anything of a new box exists.
+func (m *Manager) prepare(ctx context.Context, mu *mutation) (vm.Driver, vm.Base, error) {
+	if _, err := extraCAs(m.config.ExtraCAFile); err != nil {
+		return nil, vm.Base{}, err // found now, not after the machine was made
+	}
+	drv, err := m.opts.Driver(ctx, m.config.Driver)
+	if err != nil {
+		return nil, vm.Base{}, err
+	}
+	if err := absent(ctx, drv, mu.rec.Name); err != nil {
+		return nil, vm.Base{}, err
+	}
+	if err := mu.enter("base"); err != nil {
+		return nil, vm.Base{}, err
+	}
+	base, err := m.opts.Base(ctx, m.config.BaseImage, mu.note)
+	return drv, base, err
+}
+
+func (m *Manager) newRecord(name, lineage string, drv vm.Driver, base vm.Base) Record {
+	return Record{
+		Name: name, OwnerID: newID(), Lineage: lineage, Driver: drv.Name(), Phase: Creating, Created: m.opts.Now().UTC(),
+		BaseImage: m.config.BaseImage, BaseDigest: base.Digest,
+	}
+}
+
+// ready notes that only rm removes the box from now on.
+func (mu *mutation) ready(ctx context.Context, drv vm.Driver) {
 	// Some engines know only of a running machine how strong its isolation is.
-	if machine, err := drv.Inspect(ctx, name); err == nil {
+	if machine, err := drv.Inspect(ctx, mu.rec.Name); err == nil {
 		mu.rec.Isolation = string(machine.Isolation)
 	}
 	mu.rec.Phase = Ready
-	return report, mu.complete()
 }
 
 // clearTheWay removes what an interrupted `new` of the same name left behind:
@@ -168,9 +182,9 @@ func (m *Manager) record(ctx context.Context, mu *mutation, taken map[int]bool) 
 }
 
 // rollback removes the machine that this call made, unless it is to be kept.
-func (m *Manager) rollback(ctx context.Context, mu *mutation, drv vm.Driver, o NewOptions, cause error) error {
+func (m *Manager) rollback(ctx context.Context, mu *mutation, drv vm.Driver, keep bool, cause error) error {
 	mu.log.line("error %v", cause)
-	if o.KeepOnFailure && m.isThere(ctx, drv, mu.rec) {
+	if keep && m.isThere(ctx, drv, mu.rec) {
 		mu.warn("the machine was kept: `box enter " + mu.rec.Name + "` looks at it, `box rm " + mu.rec.Name + "` removes it")
 		return cause
 	}
@@ -210,6 +224,11 @@ func (m *Manager) bringUp(ctx context.Context, mu *mutation, drv vm.Driver) (wir
 	if err := m.provision(ctx, mu, g, false); err != nil {
 		return wire.Report{}, err
 	}
+	return m.finish(ctx, mu, drv, g)
+}
+
+// finish takes a provisioned box to health.
+func (m *Manager) finish(ctx context.Context, mu *mutation, drv vm.Driver, g guest) (wire.Report, error) {
 	if err := mu.enter("start Executor"); err != nil {
 		return wire.Report{}, err
 	}
@@ -245,7 +264,7 @@ func (m *Manager) provision(ctx context.Context, mu *mutation, g guest, refresh 
 	if err := mu.enter("provision"); err != nil {
 		return err
 	}
-	req, err := m.provisionRequest(mu.rec, refresh)
+	req, err := m.provisionRequest(mu.rec, refresh, mu.pins)
 	if err != nil {
 		return err
 	}

@@ -40,6 +40,13 @@ type Record struct {
 	BaseDigest string     `json:"base_digest"`
 	Isolation  string     `json:"isolation"`
 	Created    time.Time  `json:"created"` // UTC
+	// Lineage is the id that the state carries through save and load. Two
+	// boxes of one lineage hold copies of one set of logins, unless
+	// FreshLogins says that this one was loaded without.
+	Lineage     string `json:"lineage,omitempty"`
+	FreshLogins bool   `json:"fresh_logins,omitempty"`
+	// LastArchive is the path of the newest archive that save wrote.
+	LastArchive string `json:"last_archive,omitempty"`
 }
 
 // sameState reports whether nothing was done to the box between two readings.

@@ -18,6 +18,8 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"hermes-box-lite/internal/archive"
+	"hermes-box-lite/internal/backup"
 	"hermes-box-lite/internal/box"
 	"hermes-box-lite/internal/config"
 	"hermes-box-lite/internal/hbbin"
@@ -33,6 +35,8 @@ const (
 	exitUnhealthy = 3
 	exitNotFound  = 4
 	exitLocked    = 5
+	exitAuth      = 6
+	exitUnsafe    = 7
 	exitCleanup   = 8
 	exitTransport = 255 // of `enter NAME -- CMD` when box itself failed
 	exitSignal    = 128 // plus the signal's number
@@ -61,10 +65,7 @@ func (e signalError) Error() string { return "ended by " + e.sig.String() }
 // Main runs one command and returns its exit code. The first HUP, INT or TERM
 // cancels the command, which cleans up; the second ends the process at once.
 func Main(p Program) int {
-	// A passphrase is for this process alone, not for what it starts.
-	for _, secret := range []string{"BOX_PASSPHRASE", "BOX_PASSPHRASE_FILE"} {
-		_ = os.Unsetenv(secret)
-	}
+	secret := takePassphrase()
 	if p.HB == nil {
 		p.HB = func() ([]byte, error) { return hbbin.Binary(runtime.GOARCH) }
 	}
@@ -83,7 +84,7 @@ func Main(p Program) int {
 		os.Exit(exitSignal + int(second))
 	}()
 
-	a := &app{Program: p, term: newTerminal(p.Stdin, p.Stdout, p.Stderr)}
+	a := &app{Program: p, secret: secret, term: newTerminal(p.Stdin, p.Stdout, p.Stderr)}
 	root := a.rootCommand()
 	root.SetArgs(p.Args)
 	root.SetIn(p.Stdin)
@@ -98,6 +99,7 @@ func Main(p Program) int {
 type app struct {
 	Program
 	term    *terminal
+	secret  passphraseSource
 	verbose bool
 	json    bool
 }
@@ -149,6 +151,10 @@ func (a *app) conclude(ctx context.Context, err error) int {
 		return exitSignal + int(sig.sig)
 	case errors.As(err, &usage), errors.As(err, &name), errors.As(err, &setting):
 		return exitUsage
+	case errors.Is(err, backup.ErrAuth):
+		return exitAuth
+	case errors.Is(err, archive.ErrUnsafe):
+		return exitUnsafe
 	case errors.Is(err, box.ErrUnhealthy), errors.Is(err, box.ErrNotRunning):
 		return exitUnhealthy
 	case errors.Is(err, box.ErrNotFound), errors.Is(err, vm.ErrNotFound):
@@ -170,8 +176,13 @@ func hintsOf(err error) []string {
 	}
 	var step *box.StepError
 	if errors.As(err, &step) {
-		if errors.Is(err, box.ErrUnhealthy) && step.Verb == "repair" {
-			hints = append(hints, "box doctor "+step.Name)
+		if errors.Is(err, box.ErrUnhealthy) {
+			switch step.Verb {
+			case "repair":
+				hints = append(hints, "box doctor "+step.Name)
+			case "load":
+				hints = append(hints, "box repair "+step.Name)
+			}
 		}
 		if step.Transcript != "" {
 			hints = append(hints, "less "+step.Transcript)
@@ -267,16 +278,26 @@ func (a *app) manager() (*box.Manager, box.Home, error) {
 }
 
 // exactArgs refuses missing and surplus arguments by name.
-func exactArgs(names ...string) cobra.PositionalArgs {
+func exactArgs(names ...string) cobra.PositionalArgs { return rangeArgs(len(names), names...) }
+
+// rangeArgs is exactArgs where only the first needed ones must be there. An
+// argument called NAME must be one that a box can have.
+func rangeArgs(needed int, names ...string) cobra.PositionalArgs {
 	return func(cmd *cobra.Command, args []string) error {
-		if len(args) < len(names) {
-			return fmt.Errorf("%s: %s is missing", cmd.CommandPath(), strings.Join(names[len(args):], " and "))
+		if len(args) < needed {
+			return fmt.Errorf("%s: %s is missing", cmd.CommandPath(), strings.Join(names[len(args):needed], " and "))
 		}
 		if len(args) > len(names) {
 			return fmt.Errorf("%s: unexpected argument %q", cmd.CommandPath(), args[len(names)])
 		}
-		if len(names) > 0 && names[0] == "NAME" {
-			return box.CheckName(args[0])
+		for i, arg := range args {
+			if names[i] == "NAME" {
+				if err := box.CheckName(arg); err != nil {
+					return err
+				}
+			} else if arg == "" {
+				return fmt.Errorf("%s: %s is empty", cmd.CommandPath(), names[i])
+			}
 		}
 		return nil
 	}
@@ -290,4 +311,12 @@ func (a *app) completeName(_ *cobra.Command, args []string, _ string) ([]string,
 	}
 	names, _ := m.Names()
 	return names, cobra.ShellCompDirectiveNoFileComp
+}
+
+// completeNameThenFile is completeName, and files after the name.
+func (a *app) completeNameThenFile(cmd *cobra.Command, args []string, toComplete string) ([]string, cobra.ShellCompDirective) {
+	if len(args) == 1 {
+		return nil, cobra.ShellCompDirectiveDefault
+	}
+	return a.completeName(cmd, args, toComplete)
 }

@@ -81,7 +81,7 @@ of the same name that is not ours is left alone.`,
 				return err
 			}
 			if !force {
-				if err := a.confirm(cmd.Context(), h, name); err != nil {
+				if err := a.confirm(cmd.Context(), m, h, name); err != nil {
 					return err
 				}
 			}
@@ -92,8 +92,8 @@ of the same name that is not ours is left alone.`,
 	return cmd
 }
 
-func (a *app) confirm(ctx context.Context, h box.Home, name string) error {
-	backup, err := describeBackup(h, name)
+func (a *app) confirm(ctx context.Context, m *box.Manager, h box.Home, name string) error {
+	backup, err := describeBackup(m, h, name)
 	if err != nil {
 		return err
 	}

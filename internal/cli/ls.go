@@ -47,7 +47,7 @@ interrupted or unknown. It locks nothing and starts nothing.
 		Args:              exactArgs(),
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			m, h, err := a.manager()
+			m, _, err := a.manager()
 			if err != nil {
 				return err
 			}
@@ -61,7 +61,7 @@ interrupted or unknown. It locks nothing and starts nothing.
 					Name: s.Name, State: s.State, Driver: s.Driver, Isolation: s.Isolation,
 					ExecutorURL: s.ExecutorURL, Note: wire.Printable(s.Note),
 				}
-				if backup, found, err := h.NewestBackup(s.Name); err != nil {
+				if backup, found, err := m.NewestBackup(s.Name); err != nil {
 					return err
 				} else if found {
 					row.LastBackup = &listingBackup{backup.Path, backup.Time, backup.Verified}
@@ -92,6 +92,9 @@ func (a *app) printListing(list listing) error {
 		backup := "-"
 		if b.LastBackup != nil {
 			backup = age(time.Since(b.LastBackup.Time)) + " ago"
+			if !b.LastBackup.Verified {
+				backup += " (not verified here)"
+			}
 		}
 		_, _ = fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", wire.Printable(b.Name), b.State, orDash(wire.Printable(b.Isolation)), orDash(b.ExecutorURL), backup)
 	}
@@ -129,13 +132,17 @@ func age(d time.Duration) string {
 }
 
 // describeBackup is what rm says before it asks.
-func describeBackup(h box.Home, name string) (string, error) {
-	backup, found, err := h.NewestBackup(name)
+func describeBackup(m *box.Manager, h box.Home, name string) (string, error) {
+	backup, found, err := m.NewestBackup(name)
 	if err != nil {
 		return "", err
 	}
 	if !found {
 		return "there is no backup of " + name + " in " + h.Backups(), nil
 	}
-	return fmt.Sprintf("the newest backup of %s is %s old: %s", name, age(time.Since(backup.Time)), backup.Path), nil
+	verified := "verified"
+	if !backup.Verified {
+		verified = "never verified on this host"
+	}
+	return fmt.Sprintf("the newest backup of %s is %s old and %s: %s", name, age(time.Since(backup.Time)), verified, backup.Path), nil
 }

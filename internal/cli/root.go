@@ -17,7 +17,7 @@ func (a *app) rootCommand() *cobra.Command {
 Code, Codex, Hermes Agent and Neovim, with Executor as their MCP gateway.
 
 Tools are replaceable, state is precious: everything under /data in a box
-survives stop, start and repair.`,
+survives stop, start and repair, and travels in encrypted archives (save, load).`,
 		Example:           "  box new alpha\n  box enter alpha\n  box doctor alpha",
 		Version:           a.Version,
 		Args:              exactArgs(),
@@ -31,7 +31,8 @@ survives stop, start and repair.`,
 	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error { return &usageError{err, cmd.CommandPath()} })
 	root.AddCommand(
 		a.newCommand(), a.lsCommand(), a.enterCommand(), a.openCommand(), a.startCommand(), a.stopCommand(),
-		a.doctorCommand(), a.repairCommand(), a.rmCommand(), configTopic(), exitTopic(),
+		a.doctorCommand(), a.repairCommand(), a.saveCommand(), a.loadCommand(), a.verifyCommand(), a.extractCommand(),
+		a.rmCommand(), configTopic(), exitTopic(),
 	)
 	root.InitDefaultHelpCmd()
 	root.InitDefaultCompletionCmd()
@@ -133,9 +134,11 @@ func exitTopic() *cobra.Command {
 %3d  the box is unhealthy or not running
 %3d  no such box, or its machine is gone
 %3d  another command is changing the box
+%3d  wrong passphrase, or the archive is damaged
+%3d  the archive holds what none of ours would: it is unsafe
 %3d  cleanup incomplete: something may be left, a person must act
 %3d  (enter -- CMD only) box itself failed; other codes are CMD's own
 %3d+n  ended by signal n`,
-			exitOK, exitFailed, exitUsage, exitUnhealthy, exitNotFound, exitLocked, exitCleanup, exitTransport, exitSignal),
+			exitOK, exitFailed, exitUsage, exitUnhealthy, exitNotFound, exitLocked, exitAuth, exitUnsafe, exitCleanup, exitTransport, exitSignal),
 	}
 }

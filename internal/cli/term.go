@@ -36,6 +36,9 @@ type terminal struct {
 	step    string
 	started time.Time
 	stop    chan struct{}
+	// done of total bytes of the step; told is when a plain line last said so.
+	bytes, total int64
+	told         time.Time
 }
 
 func newTerminal(stdin *os.File, stdout, stderr io.Writer) *terminal {
@@ -53,6 +56,7 @@ func (t *terminal) Step(name string) {
 	defer t.mu.Unlock()
 	t.finishStep()
 	t.step, t.started = name, time.Now()
+	t.bytes, t.total, t.told = 0, 0, t.started
 	if !t.live {
 		_, _ = fmt.Fprintln(t.stderr, name)
 		return
@@ -80,7 +84,55 @@ func (t *terminal) Step(name string) {
 
 // draw redraws the current step; the lock is held.
 func (t *terminal) draw() {
-	_, _ = fmt.Fprintf(t.stderr, "\r\x1b[K%s (%s)", t.step, time.Since(t.started).Round(time.Second))
+	line := t.step + " "
+	if t.bytes > 0 {
+		line += t.progress() + " "
+	}
+	_, _ = fmt.Fprintf(t.stderr, "\r\x1b[K%s(%s)", line, time.Since(t.started).Round(time.Second))
+}
+
+// plainProgress is how often a step that goes on says so elsewhere than on a
+// terminal.
+const plainProgress = 15 * time.Second
+
+// Progress implements box.Reporter.
+func (t *terminal) Progress(done, total int64) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.bytes, t.total = done, total
+	if t.live || time.Since(t.told) < plainProgress {
+		return // a terminal is redrawn every second
+	}
+	t.told = time.Now()
+	_, _ = fmt.Fprintf(t.stderr, "  %s\n", t.progress())
+}
+
+// progress is a bar with bytes, rate and the time that is left, or bytes and
+// rate where the total is not known; the lock is held.
+func (t *terminal) progress() string {
+	elapsed := time.Since(t.started).Seconds()
+	rate := float64(t.bytes) / max(elapsed, 0.001)
+	if t.total <= 0 {
+		return fmt.Sprintf("%s, %s/s", size(t.bytes), size(int64(rate)))
+	}
+	const width = 20
+	share := min(float64(t.bytes)/float64(t.total), 1)
+	bar := strings.Repeat("#", int(share*width)) + strings.Repeat(".", width-int(share*width))
+	left := time.Duration(float64(max(t.total-t.bytes, 0)) / max(rate, 1) * float64(time.Second))
+	return fmt.Sprintf("[%s] %s of %s, %s/s, %s left", bar, size(t.bytes), size(t.total), size(int64(rate)), left.Round(time.Second))
+}
+
+// size is a number of bytes for people.
+func size(n int64) string {
+	switch {
+	case n >= 1<<30:
+		return fmt.Sprintf("%.1f GiB", float64(n)/(1<<30))
+	case n >= 1<<20:
+		return fmt.Sprintf("%.1f MiB", float64(n)/(1<<20))
+	case n >= 1<<10:
+		return fmt.Sprintf("%.1f KiB", float64(n)/(1<<10))
+	}
+	return fmt.Sprintf("%d bytes", n)
 }
 
 // finishStep ends the redrawing; the lock is held.
@@ -169,6 +221,37 @@ func (t *terminal) ask(ctx context.Context, question string) (string, error) {
 			return "", a.err
 		}
 		return strings.TrimRight(a.line, "\r\n"), nil
+	}
+}
+
+// askSecret puts a question whose answer is not shown.
+func (t *terminal) askSecret(ctx context.Context, question string) (string, error) {
+	if !isTerminal(t.stdin) || !t.live {
+		return "", errNotAsked
+	}
+	_, _ = fmt.Fprint(t.stderr, question)
+	fd := int(t.stdin.Fd())
+	before, err := term.GetState(fd)
+	if err != nil {
+		return "", fmt.Errorf("prepare the terminal: %w", err)
+	}
+	type answer struct {
+		line []byte
+		err  error
+	}
+	typed := make(chan answer, 1)
+	go func() { // as in ask
+		line, err := term.ReadPassword(fd)
+		typed <- answer{line, err}
+	}()
+	select {
+	case <-ctx.Done():
+		_ = term.Restore(fd, before) // what is typed next is to be seen again
+		_, _ = fmt.Fprintln(t.stderr)
+		return "", context.Cause(ctx)
+	case a := <-typed:
+		_, _ = fmt.Fprintln(t.stderr)
+		return string(a.line), a.err
 	}
 }
 

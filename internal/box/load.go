@@ -1,0 +1,231 @@
+package box
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"hermes-box-lite/internal/archive"
+	"hermes-box-lite/internal/backup"
+	"hermes-box-lite/internal/vm"
+	"hermes-box-lite/internal/wire"
+)
+
+// LoadOptions are the choices of one `load`.
+type LoadOptions struct {
+	Passphrase    backup.Passphrase
+	Pinned        bool // install the versions that the manifest names
+	FreshLogins   bool // leave out the files that log tools in
+	KeepOnFailure bool
+}
+
+// Load makes a new box with the state of an archive. The whole archive is
+// verified before anything is made. Until the state is in, a failure removes
+// what this very call made; from then on the box stays, and ErrUnhealthy says
+// that it needs a repair.
+func (m *Manager) Load(ctx context.Context, path, name string, o LoadOptions) (report wire.Report, err error) {
+	mu, err := m.begin(name, "load")
+	if err != nil {
+		return wire.Report{}, err
+	}
+	mu.rec.Name = name
+	defer func() { err = mu.end(err) }()
+	if old, err := m.registry.get(name); err == nil && old.Phase != Creating {
+		return wire.Report{}, fmt.Errorf("box %s %w", name, ErrExists) // no need to read the archive for that
+	}
+	if err := mu.enter("verify the archive"); err != nil {
+		return wire.Report{}, err
+	}
+	a, found, err := m.openArchive(ctx, path, o.Passphrase)
+	if err != nil {
+		return wire.Report{}, err
+	}
+	defer func() { err = errors.Join(err, a.Close()) }()
+	if o.Pinned {
+		if mu.pins, err = pinsOf(found.Summary); err != nil {
+			return wire.Report{}, err
+		}
+	}
+	if err := m.clearTheWay(ctx, mu); err != nil {
+		return wire.Report{}, err
+	}
+	m.describe(mu, found, o)
+	drv, base, err := m.prepare(ctx, mu)
+	if err != nil {
+		return wire.Report{}, err
+	}
+	lineage := found.Manifest.Lineage
+	if found.Legacy {
+		lineage = newID()
+	}
+	mu.rec = m.newRecord(name, lineage, drv, base)
+	mu.rec.FreshLogins = o.FreshLogins
+	g := guest{drv: drv, name: name, log: mu.log}
+	if err := m.fill(ctx, mu, drv, base, g, a, found, o); err != nil {
+		return wire.Report{}, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
+	}
+	mu.ready(ctx, drv)
+	report, err = m.refresh(ctx, mu, drv, g)
+	if err != nil {
+		mu.warn("the state is in " + name + "; what is left to do, `box repair " + name + "` does")
+		if !errors.Is(err, ErrUnhealthy) {
+			err = fmt.Errorf("%w: %w", ErrUnhealthy, err)
+		}
+		return report, err
+	}
+	return report, mu.complete()
+}
+
+// describe tells what is about to be loaded and what it may burn.
+func (m *Manager) describe(mu *mutation, found backup.Report, o LoadOptions) {
+	if found.Legacy {
+		mu.note("a legacy archive, of the shell tool: it has no manifest")
+	} else {
+		mu.note(fmt.Sprintf("state of %s, %s, %d entries", found.Manifest.Box, found.Manifest.Time.Format(time.RFC3339), found.Entries))
+	}
+	if o.FreshLogins || len(found.Manifest.Logins) == 0 {
+		return
+	}
+	if twins := m.twins(Record{Name: mu.rec.Name, Lineage: found.Manifest.Lineage}); len(twins) > 0 {
+		mu.warn(fmt.Sprintf("%s on this host has the same logins (%s); a refresh token works once, so whichever box uses it second must log in again; --fresh-logins leaves them out",
+			strings.Join(twins, ", "), strings.Join(found.Manifest.Logins, ", ")))
+	}
+}
+
+// twins are the other boxes of this host that hold copies of the same logins.
+func (m *Manager) twins(rec Record) []string {
+	if rec.Lineage == "" || rec.FreshLogins {
+		return nil
+	}
+	names, err := m.registry.names()
+	if err != nil {
+		return nil // the caller's own work will tell
+	}
+	var twins []string
+	for _, name := range names {
+		other, err := m.registry.get(name)
+		if err == nil && name != rec.Name && other.Lineage == rec.Lineage && !other.FreshLogins {
+			twins = append(twins, name)
+		}
+	}
+	return twins
+}
+
+// lineageCheck tells of boxes that hold copies of the same logins.
+func (m *Manager) lineageCheck(rec Record) []wire.Check {
+	twins := m.twins(rec)
+	if len(twins) == 0 {
+		return nil
+	}
+	return []wire.Check{{
+		ID: "state.lineage", Status: wire.Info,
+		Summary:  "its logins are copies of those in " + strings.Join(twins, ", ") + ": a refresh token works once, so log in again in one of them",
+		Evidence: "lineage " + rec.Lineage,
+	}}
+}
+
+// semver is what --pinned accepts: a version out of an archive becomes part of
+// an installer's command line.
+var semver = regexp.MustCompile(`^[0-9]{1,9}\.[0-9]{1,9}\.[0-9]{1,9}(-[0-9A-Za-z]+(\.[0-9A-Za-z]+)*)?$`)
+
+// pinsOf returns the versions that an archive's manifest names.
+func pinsOf(s archive.Summary) (*wire.Pins, error) {
+	if s.Legacy {
+		return nil, errors.New("a legacy archive does not say which versions it was made with, so --pinned has nothing to install")
+	}
+	pins := &wire.Pins{}
+	for name, pin := range map[string]*string{"claude": &pins.Claude, "codex": &pins.Codex, "executor": &pins.Executor, "hermes": &pins.Hermes} {
+		i := slices.IndexFunc(s.Manifest.Tools, func(t archive.Tool) bool { return t.Name == name })
+		if i < 0 {
+			continue
+		}
+		version := s.Manifest.Tools[i].Version
+		if !semver.MatchString(version) {
+			return nil, fmt.Errorf("the archive's version %q of %s is none that can be installed", version, name)
+		}
+		*pin = version
+	}
+	return pins, nil
+}
+
+// fill makes the box and puts the state in.
+func (m *Manager) fill(ctx context.Context, mu *mutation, drv vm.Driver, base vm.Base, g guest, a *backup.Archive, found backup.Report, o LoadOptions) error {
+	if err := m.create(ctx, mu, drv, base); err != nil {
+		return err
+	}
+	if err := mu.enter("install hb"); err != nil {
+		return err
+	}
+	if err := m.installHB(ctx, g); err != nil {
+		return err
+	}
+	if err := g.run(ctx, "await-state"); err != nil {
+		return err
+	}
+	if err := m.provision(ctx, mu, g, false); err != nil {
+		return err
+	}
+	if err := mu.enter("restore"); err != nil {
+		return err
+	}
+	restored, err := m.restore(ctx, mu, g, a, o)
+	if err != nil {
+		return err
+	}
+	if err := sameState(restored, found); err != nil {
+		return err
+	}
+	for _, path := range restored.Dropped {
+		mu.note("left out: " + wire.Printable(path))
+	}
+	return g.run(ctx, "await-state", "--done")
+}
+
+// restore streams a verified archive into the box's empty state. The host's
+// own reading must agree with the first one, to the last byte.
+func (m *Manager) restore(ctx context.Context, mu *mutation, g guest, a *backup.Archive, o LoadOptions) (wire.StateResult, error) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	pr, pw := io.Pipe()
+	streamed := make(chan error, 1)
+	go func() {
+		err := a.Stream(ctx, pw, m.opts.Report.Progress)
+		if err != nil {
+			cancel(err) // the box must not take the end of a bad stream for its end
+		}
+		_ = pw.CloseWithError(err)
+		streamed <- err
+	}()
+	args := []string{"unpack"}
+	if o.FreshLogins {
+		args = append(args, "--fresh-logins")
+	}
+	ev, err := g.perform(ctx, mu, pr, nil, mu.stateEvent(0), args...)
+	_ = pr.Close() // frees a stream that nobody reads any more
+	streamErr := <-streamed
+	switch {
+	case err != nil && streamErr != nil && !errors.Is(streamErr, io.ErrClosedPipe):
+		return wire.StateResult{}, streamErr
+	case err != nil:
+		return wire.StateResult{}, err
+	case streamErr != nil:
+		return wire.StateResult{}, streamErr
+	case ev.State == nil:
+		return wire.StateResult{}, errors.New("hb unpack did not say what it unpacked")
+	}
+	return *ev.State, nil
+}
+
+// refresh brings our own files in a box with a restored state up to date,
+// rewires it and examines it.
+func (m *Manager) refresh(ctx context.Context, mu *mutation, drv vm.Driver, g guest) (wire.Report, error) {
+	if err := m.provision(ctx, mu, g, false); err != nil {
+		return wire.Report{}, err
+	}
+	return m.finish(ctx, mu, drv, g)
+}
