@@ -260,13 +260,9 @@ func (p *parser) header(h *tar.Header) (e Entry, rule string) {
 	if e.Type == 0 {
 		return e, ruleType
 	}
-	switch h.Format {
-	case tar.FormatUSTAR, tar.FormatPAX:
-	case tar.FormatGNU:
-		if !p.summary.Legacy {
-			return e, ruleFormat
-		}
-	default:
+	// GNU tar's own format, and its pax headers with bytes beyond ASCII, which
+	// package tar cannot name.
+	if h.Format != tar.FormatUSTAR && h.Format != tar.FormatPAX && !p.summary.Legacy {
 		return e, ruleFormat
 	}
 	for key, value := range h.PAXRecords {
