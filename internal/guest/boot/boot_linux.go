@@ -92,7 +92,42 @@ func setUp(logger *log.Logger) (wire.Seed, error) {
 	if err := network(seed); err != nil {
 		return seed, fmt.Errorf("network: %w", err)
 	}
+	if len(seed.Workload) > 0 {
+		// The supervisor need not wait until the host brings hb. Should this
+		// not work, the host does.
+		if err := place("/proc/self/exe", wire.HBPath); err != nil {
+			logger.Printf("put hb at its place: %v", err)
+		}
+	}
 	return seed, identity(seed)
+}
+
+// place copies a program to where there is none; another one stays.
+func place(program, at string) error {
+	if _, err := os.Lstat(at); !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	if err := os.MkdirAll(filepath.Dir(at), 0o755); err != nil {
+		return err
+	}
+	in, err := os.Open(program)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = in.Close() }()
+	draft := at + ".draft"
+	out, err := os.OpenFile(draft, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o755)
+	if err != nil {
+		return err
+	}
+	_, err = io.Copy(out, in)
+	if err = errors.Join(err, out.Sync(), out.Close()); err == nil {
+		err = os.Rename(draft, at)
+	}
+	if err != nil {
+		return errors.Join(err, os.Remove(draft))
+	}
+	return nil
 }
 
 func mount(source, target, kind string, flags uintptr, options string) error {
@@ -126,11 +161,18 @@ func loadModules(logger *log.Logger) {
 
 // setClock trusts the host's clock where the machine's own is far from it.
 func setClock(host int64, logger *log.Logger) {
-	if skew := time.Now().Unix() - host; host > 0 && (skew < -2 || skew > 120) {
+	if wrong(time.Now().Unix(), host) {
 		if err := SetClock(host); err != nil {
 			logger.Printf("set the clock: %v", err)
 		}
 	}
+}
+
+// wrong reports a clock that is far from what the host's was a moment ago, when
+// it started the machine. A host that tells no time is no reason to touch it.
+func wrong(now, host int64) bool {
+	skew := now - host
+	return host > 0 && (skew < -2 || skew > 120)
 }
 
 // SetClock sets the kernel's clock, in seconds since 1970.
@@ -234,12 +276,16 @@ func grow(disk, at string) error {
 		return err
 	}
 	block := uint64(st.Bsize) //nolint:gosec // positive
-	if st.Blocks*block+size/16+worthGrowing >= size {
-		return nil // statfs leaves out the filesystem's own tables
+	if !hasRoom(st.Blocks*block, size) {
+		return nil
 	}
 	blocks := size / block
 	return ioctl(dir, ext4ResizeFS, &blocks)
 }
+
+// hasRoom reports whether a filesystem is so much smaller than its disk that it
+// is to be grown. statfs(2) leaves out the filesystem's own tables.
+func hasRoom(filesystem, disk uint64) bool { return filesystem+disk/16+worthGrowing < disk }
 
 func ioctl(f *os.File, request uintptr, arg *uint64) error {
 	if _, _, errno := unix.Syscall(unix.SYS_IOCTL, f.Fd(), request, uintptr(unsafe.Pointer(arg))); errno != 0 { //nolint:gosec // as ioctl(2) wants it
@@ -263,7 +309,11 @@ func network(seed wire.Seed) error {
 			return fmt.Errorf("%s: %w", device, err)
 		}
 	}
-	if err := defaultRoute(net.ParseIP(seed.Gateway).To4()); err != nil {
+	gateway := net.ParseIP(seed.Gateway).To4()
+	if gateway == nil {
+		return fmt.Errorf("the gateway %q is no address", seed.Gateway)
+	}
+	if err := defaultRoute(gateway); err != nil {
 		return fmt.Errorf("default route: %w", err)
 	}
 	// A link into /run of a service that does not run here would dangle.
@@ -318,23 +368,7 @@ func defaultRoute(gateway net.IP) error {
 		return err
 	}
 	defer func() { _ = unix.Close(fd) }()
-	msg := struct {
-		unix.NlMsghdr
-		unix.RtMsg
-		unix.RtAttr
-		gateway [4]byte
-	}{
-		NlMsghdr: unix.NlMsghdr{Type: unix.RTM_NEWROUTE, Flags: unix.NLM_F_REQUEST | unix.NLM_F_CREATE | unix.NLM_F_ACK, Seq: 1},
-		RtMsg: unix.RtMsg{
-			Family: unix.AF_INET, Table: unix.RT_TABLE_MAIN, Protocol: unix.RTPROT_BOOT,
-			Scope: unix.RT_SCOPE_UNIVERSE, Type: unix.RTN_UNICAST,
-		},
-		RtAttr:  unix.RtAttr{Len: unix.SizeofRtAttr + 4, Type: unix.RTA_GATEWAY},
-		gateway: [4]byte(gateway),
-	}
-	msg.NlMsghdr.Len = uint32(unsafe.Sizeof(msg))
-	raw := unsafe.Slice((*byte)(unsafe.Pointer(&msg)), unsafe.Sizeof(msg)) //nolint:gosec // a plain struct
-	if err := unix.Sendto(fd, raw, 0, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err != nil {
+	if err := unix.Sendto(fd, routeRequest(gateway), 0, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err != nil {
 		return err
 	}
 	answer := make([]byte, 4096)
@@ -349,6 +383,26 @@ func defaultRoute(gateway net.IP) error {
 		return syscall.Errno(-code)
 	}
 	return nil
+}
+
+// routeRequest is the message that asks for the default route.
+func routeRequest(gateway net.IP) []byte {
+	msg := struct {
+		unix.NlMsghdr
+		unix.RtMsg
+		unix.RtAttr
+		gateway [4]byte
+	}{
+		NlMsghdr: unix.NlMsghdr{Type: unix.RTM_NEWROUTE, Flags: unix.NLM_F_REQUEST | unix.NLM_F_CREATE | unix.NLM_F_ACK, Seq: 1},
+		RtMsg: unix.RtMsg{
+			Family: unix.AF_INET, Table: unix.RT_TABLE_MAIN, Protocol: unix.RTPROT_BOOT,
+			Scope: unix.RT_SCOPE_UNIVERSE, Type: unix.RTN_UNICAST,
+		},
+		RtAttr:  unix.RtAttr{Len: unix.SizeofRtAttr + 4, Type: unix.RTA_GATEWAY},
+		gateway: [4]byte(gateway.To4()),
+	}
+	msg.NlMsghdr.Len = uint32(unsafe.Sizeof(msg))
+	return unsafe.Slice((*byte)(unsafe.Pointer(&msg)), unsafe.Sizeof(msg)) //nolint:gosec // a plain struct
 }
 
 // identity gives the machine its name and an id of its own.

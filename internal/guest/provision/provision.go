@@ -76,7 +76,8 @@ type run struct {
 	log      io.Writer // output of child commands: the host's transcript
 	settled  bool      // provisioning had succeeded before this Run
 	versions wire.RuntimeManifest
-	probed   map[string]string // tool -> what it said, as the agent, in this Run
+	words    map[string]word   // what the programs said that were there at the beginning; nil: they are not to be believed
+	probed   map[string]string // tool -> the version that it told, as the agent, in this Run
 }
 
 // Run brings the box to what req asks for and reports every step through emit.

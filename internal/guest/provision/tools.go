@@ -77,7 +77,14 @@ func tools(ctx context.Context, r *run) error {
 // npm's, else "": whatever is wrong is then mended by installing it again.
 func (r *run) healthyVersion(ctx context.Context, t npmTool, dir string) string {
 	version, err := packageVersion(dir)
-	if err != nil || !r.linked(t.name) || r.probeVersion(ctx, t.name, version) != nil {
+	if err != nil || !r.linked(t.name) {
+		return ""
+	}
+	w, asked := r.words[t.name]
+	if !asked {
+		w.said, w.err = r.askVersion(ctx, t.name)
+	}
+	if r.agrees(t.name, version, w) != nil {
 		return ""
 	}
 	return version
@@ -85,18 +92,28 @@ func (r *run) healthyVersion(ctx context.Context, t npmTool, dir string) string 
 
 // probeVersion asks the tool itself, as the agent.
 func (r *run) probeVersion(ctx context.Context, tool, version string) error {
-	out, err := r.quiet(r.l.AgentCommand(ctx, tool, "--version"))
-	if err != nil {
-		return err
+	said, err := r.askVersion(ctx, tool)
+	return r.agrees(tool, version, word{said, err})
+}
+
+// agrees compares the tool's own word with what npm installed.
+func (r *run) agrees(tool, version string, w word) error {
+	if w.err != nil {
+		return w.err
 	}
-	if said := findVersion(out); said != version {
-		return fmt.Errorf("%s --version says %q, npm installed %s", tool, strings.TrimSpace(out), version)
+	if said := findVersion(w.said); said != version {
+		return fmt.Errorf("%s --version says %q, npm installed %s", tool, strings.TrimSpace(w.said), version)
 	}
+	r.told(tool, version)
+	return nil
+}
+
+// told notes what a tool has said of itself in this Run.
+func (r *run) told(tool, version string) {
 	if r.probed == nil {
 		r.probed = map[string]string{}
 	}
 	r.probed[tool] = version
-	return nil
 }
 
 var versionWord = regexp.MustCompile(`[0-9]+\.[0-9]+(?:\.[0-9]+)?(?:-[0-9A-Za-z.-]+)?`)

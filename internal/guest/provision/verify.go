@@ -237,9 +237,37 @@ func probeOnce(ctx context.Context, l layout.Layout, env surrounding, tools []to
 			rest = append(rest, t)
 		}
 	}
-	if len(rest) > 0 {
-		maps.Copy(found, probe(ctx, l, env, rest, true, log))
+	maps.Copy(found, probeApart(ctx, l, env, rest, log))
+	return found
+}
+
+// probeApart runs every tool of ours beside the others, since one of them can
+// take as long as all of the rest; those of the distribution are quick.
+func probeApart(ctx context.Context, l layout.Layout, env surrounding, tools []tool, log io.Writer) map[string]finding {
+	var groups [][]tool
+	var quick []tool
+	for _, t := range tools {
+		if t.versionArg == "--version" && exists(l.Path("/usr/local/bin/"+t.name)) {
+			groups = append(groups, []tool{t})
+		} else {
+			quick = append(quick, t)
+		}
 	}
+	if len(quick) > 0 {
+		groups = append(groups, quick)
+	}
+	found := map[string]finding{}
+	var mu sync.Mutex
+	var wg sync.WaitGroup
+	for _, group := range groups {
+		wg.Go(func() {
+			f := probe(ctx, l, env, group, true, log)
+			mu.Lock()
+			defer mu.Unlock()
+			maps.Copy(found, f)
+		})
+	}
+	wg.Wait()
 	return found
 }
 
@@ -330,12 +358,19 @@ func verify(ctx context.Context, r *run) error {
 		return errors.New("missing or broken: " + strings.Join(bad, ", "))
 	}
 	r.versions = s.manifest()
+	if r.l.Real() {
+		if err := remember(r.l, s); err != nil {
+			r.note("%v", err) // the next doctor runs them all
+		}
+	}
 	r.note("all there: %d tools, in %s", len(s.tools), strings.Join(s.envs, ", "))
 	return nil
 }
 
 // Checks asks every required tool for its version, by name, as the agent, in
-// login, non-login, tmux and service environments.
+// login, non-login, tmux and service environments. A tool that told it to the
+// verification of a moment ago, and of which no file has changed since, is
+// looked for in all of them, but not run again.
 func Checks(ctx context.Context, l layout.Layout) []wire.Check {
 	settings, err := l.ReadSettings()
 	if err != nil {
@@ -346,7 +381,7 @@ func Checks(ctx context.Context, l layout.Layout) []wire.Check {
 	}
 	ctx, cancel := context.WithTimeout(ctx, 12*time.Minute)
 	defer cancel()
-	return look(ctx, l, settings, nil, io.Discard).checks("box repair " + settings.BoxName)
+	return look(ctx, l, settings, recall(l), io.Discard).checks("box repair " + settings.BoxName)
 }
 
 // Versions collects the versions of the tools. HB is left to the caller.

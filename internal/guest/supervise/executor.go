@@ -3,6 +3,7 @@ package supervise
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -12,6 +13,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -180,6 +182,7 @@ func (e *executor) reconcile(ctx context.Context) time.Duration {
 		e.stopLocked("")
 	}
 	due := e.nextStart
+	doubtful := e.failures > 0
 	idle := e.cur == nil
 	e.mu.Unlock()
 	if !want || !idle {
@@ -194,7 +197,7 @@ func (e *executor) reconcile(ctx context.Context) time.Duration {
 	binary, err := e.findBinary()
 	var argvToken bool
 	if err == nil {
-		argvToken, err = e.tokenInArguments(ctx, binary)
+		argvToken, err = e.tokenInArguments(ctx, binary, doubtful)
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -228,6 +231,7 @@ func (e *executor) failedLocked(problem string) {
 // binaryFile is the program as the agent's PATH finds it.
 type binaryFile struct {
 	path        string
+	real        string // path without links
 	fingerprint string // changes when an update replaces it
 }
 
@@ -247,7 +251,7 @@ func (e *executor) findBinary() (binaryFile, error) {
 			if err != nil {
 				continue
 			}
-			return binaryFile{path, fmt.Sprintf("%s %d %d", real, info.Size(), info.ModTime().UnixNano())}, nil
+			return binaryFile{path, real, fmt.Sprintf("%s %d %d", real, info.Size(), info.ModTime().UnixNano())}, nil
 		}
 	}
 	return binaryFile{}, errors.New("executor is not installed: it is not on the agent's PATH")
@@ -258,9 +262,16 @@ func (e *executor) findBinary() (binaryFile, error) {
 // read from server-control/auth.json (executor commit 19c2657f3, "harden local
 // auth"). Only `daemon run` may be asked: the help of other verbs starts an
 // unauthenticated daemon (measured with 1.5.9).
-func (e *executor) tokenInArguments(ctx context.Context, b binaryFile) (bool, error) {
+//
+// The question costs a whole start of the program, so a release of our own
+// installation that is known to be of the older generation is not asked, unless
+// a start has failed.
+func (e *executor) tokenInArguments(ctx context.Context, b binaryFile, doubtful bool) (bool, error) {
 	if old, known := e.generation[b.fingerprint]; known {
 		return old, nil
+	}
+	if !doubtful && e.olderRelease(b) {
+		return true, nil
 	}
 	// Over 30 s in an emulated machine on a busy host (measured).
 	ctx, cancel := context.WithTimeout(ctx, startLimit)
@@ -277,6 +288,36 @@ func (e *executor) tokenInArguments(ctx context.Context, b binaryFile) (bool, er
 	old := strings.Contains(help, "--auth-password")
 	e.generation[b.fingerprint] = old
 	return old, nil
+}
+
+// olderRelease reports whether the program belongs to a package below our own
+// directory, which is root's, whose release is known to be of the older
+// generation.
+func (e *executor) olderRelease(b binaryFile) bool {
+	if !strings.HasPrefix(b.real, e.l.Opt()+"/") {
+		return false
+	}
+	// node_modules/executor/bin/executor, or the same in the package that
+	// carries the native program.
+	data, err := os.ReadFile(filepath.Join(filepath.Dir(filepath.Dir(b.real)), "package.json"))
+	if err != nil {
+		return false
+	}
+	var pkg struct{ Name, Version string }
+	if json.Unmarshal(data, &pkg) != nil || pkg.Name != "executor" && !strings.HasPrefix(pkg.Name, "executor-linux-") {
+		return false
+	}
+	parts := strings.Split(pkg.Version, ".")
+	if len(parts) != 3 {
+		return false
+	}
+	var release [3]int
+	for i, part := range parts {
+		if release[i], err = strconv.Atoi(part); err != nil || release[i] < 0 {
+			return false // 1.5.12-beta.1 is not known
+		}
+	}
+	return slices.Compare(release[:], []int{1, 5, 11}) <= 0 // the last one
 }
 
 // cappedBuffer keeps the first 64 KiB.

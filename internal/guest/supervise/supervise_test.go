@@ -263,3 +263,44 @@ func TestPortsMoveOnlyOutsideARealBox(t *testing.T) {
 		t.Errorf("nonsense: %+v", p)
 	}
 }
+
+// Releases of the older generation are known without asking, but only in our
+// own directory, and no release that nobody has tried.
+func TestOlderRelease(t *testing.T) {
+	for _, tt := range []struct {
+		dir, pkg string
+		want     bool
+	}{
+		{"/opt/hermes-box/npm/lib/node_modules/executor", `{"name":"executor","version":"1.5.9"}`, true},
+		{"/opt/hermes-box/npm/lib/node_modules/executor", `{"name":"executor","version":"1.5.11","bin":{}}`, true},
+		{"/opt/hermes-box/npm/lib/node_modules/executor", `{"name":"executor","version":"0.9.99"}`, true},
+		{"/opt/hermes-box/npm/lib/node_modules/executor/node_modules/executor-linux-x64", `{"name":"executor-linux-x64","version":"1.5.9"}`, true},
+		{"/opt/hermes-box/npm/lib/node_modules/executor", `{"name":"executor","version":"1.5.12"}`, false},
+		{"/opt/hermes-box/npm/lib/node_modules/executor", `{"name":"executor","version":"1.6.0"}`, false},
+		{"/opt/hermes-box/npm/lib/node_modules/executor", `{"name":"executor","version":"2.0.0"}`, false},
+		{"/opt/hermes-box/npm/lib/node_modules/executor", `{"name":"executor","version":"1.5.11-beta.1"}`, false},
+		{"/opt/hermes-box/npm/lib/node_modules/executor", `{"name":"executor","version":"1.5.-1"}`, false},
+		{"/opt/hermes-box/npm/lib/node_modules/executor", `{"name":"executor"}`, false},
+		{"/opt/hermes-box/npm/lib/node_modules/executor", `{"name":"another","version":"1.5.9"}`, false},
+		{"/opt/hermes-box/npm/lib/node_modules/executor", `{`, false},
+		{"/data/home/agent/.npm/executor", `{"name":"executor","version":"1.5.9"}`, false},
+		{"/opt/hermes-boxes/executor", `{"name":"executor","version":"1.5.9"}`, false},
+	} {
+		l := layout.At(t.TempDir())
+		dir := l.Path(tt.dir)
+		if err := os.MkdirAll(dir, 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(dir, "package.json"), []byte(tt.pkg), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		e := &executor{l: l}
+		if got := e.olderRelease(binaryFile{real: filepath.Join(dir, "bin/executor")}); got != tt.want {
+			t.Errorf("%s in %s: %v", tt.pkg, tt.dir, got)
+		}
+	}
+	l := layout.At(t.TempDir())
+	if (&executor{l: l}).olderRelease(binaryFile{real: l.Path("/opt/hermes-box/bin/executor")}) {
+		t.Error("a program without a package is known")
+	}
+}

@@ -419,14 +419,26 @@ func (d *Driver) forgetLock(name string) error {
 	return nil
 }
 
-// system is the QEMU program and machine type for an architecture.
-type system struct{ program, machine, console, pkg string }
+// system is the QEMU program and machine type for an architecture, and what
+// the kernel is told on a processor in software.
+type system struct{ program, machine, console, pkg, emulation string }
+
+// emulatedX86 are the kernel's parameters (its Documentation/admin-guide/
+// kernel-parameters.txt) on QEMU's own x86 processor. Its time stamp counter is
+// the host's, but does not say that it is constant, so that the kernel takes
+// the HPET instead: then every look at the clock is a system call, and an exit
+// from the translated code. Tables of five levels cost a fifth level at every
+// miss of the software TLB. And the errors of real processors, which the kernel
+// works around at every system call, are not in this one. Together they took a
+// fifth to a quarter off the tools' start (measured: npm 3.5 -> 2.8 s, codex
+// 2.1 -> 1.5 s).
+const emulatedX86 = "tsc=reliable no5lvl mitigations=off"
 
 func hostSystem() system {
 	if runtime.GOARCH == "arm64" {
-		return system{"qemu-system-aarch64", "virt", "ttyAMA0", "qemu-system-arm"}
+		return system{"qemu-system-aarch64", "virt", "ttyAMA0", "qemu-system-arm", ""}
 	}
-	return system{"qemu-system-x86_64", "q35", "ttyS0", "qemu-system-x86"}
+	return system{"qemu-system-x86_64", "q35", "ttyS0", "qemu-system-x86", emulatedX86}
 }
 
 // requireTools names the first missing program and its package.

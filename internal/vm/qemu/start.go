@@ -162,9 +162,11 @@ func emptyFile(path string) (*os.File, error) {
 
 func (d *Driver) arguments(r record, accel string) []string {
 	sys := hostSystem()
-	cpu := "max"
+	cpu, kernel := "max", "console="+sys.console+" quiet panic=1 net.ifnames=0 rdinit=/init"
 	if strings.HasPrefix(accel, "kvm") {
 		cpu = "host"
+	} else if sys.emulation != "" {
+		kernel += " " + sys.emulation
 	}
 	return []string{
 		"-name", "hermes-box-" + r.Name + ",process=hermes-box-" + r.Name, "-uuid", r.ID,
@@ -172,7 +174,7 @@ func (d *Driver) arguments(r record, accel string) []string {
 		"-smp", strconv.Itoa(r.CPUs), "-m", strconv.Itoa(r.MemoryMiB) + "M",
 		"-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
 		"-kernel", baseFile(r.Base, baseKernel), "-initrd", "initramfs.cpio",
-		"-append", "console=" + sys.console + " quiet panic=1 net.ifnames=0 rdinit=/init",
+		"-append", kernel,
 		"-drive", "file=system.qcow2,if=none,id=system,format=qcow2,discard=unmap",
 		"-device", "virtio-blk-pci,drive=system",
 		"-drive", "file=data.raw,if=none,id=data,format=raw,discard=unmap",
