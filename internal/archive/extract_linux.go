@@ -28,7 +28,7 @@ func setSymlinkTime(parent *os.Root, base string, t time.Time) (bool, error) {
 	if err != nil {
 		return false, err
 	}
-	defer dir.Close()
+	defer func() { _ = dir.Close() }()
 	path, err := syscall.BytePtrFromString(base)
 	if err != nil {
 		return false, err

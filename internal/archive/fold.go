@@ -29,6 +29,9 @@ func (f *folder) key(name string) string {
 	copy(out, name)
 	var marks []rune // since the last other character
 	flush := func() {
+		if len(marks) == 0 {
+			return
+		}
 		slices.Sort(marks)
 		for _, m := range marks {
 			out = utf8.AppendRune(out, m)
@@ -36,6 +39,15 @@ func (f *folder) key(name string) string {
 		marks = marks[:0]
 	}
 	for i < len(name) {
+		if c := name[i]; c < utf8.RuneSelf {
+			flush()
+			if c >= 'A' && c <= 'Z' {
+				c += 'a' - 'A'
+			}
+			out = append(out, c)
+			i++
+			continue
+		}
 		r, n := utf8.DecodeRuneInString(name[i:])
 		if r == utf8.RuneError && n == 1 {
 			flush()

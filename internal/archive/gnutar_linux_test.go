@@ -110,7 +110,7 @@ func TestGNUTarLegacy(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		defer root.Close()
+		defer func() { _ = root.Close() }()
 		x := NewExtractor(root, ExtractOptions{Strip: true})
 		if _, err := Read(&b, DefaultLimits(), x); err != nil {
 			t.Fatal(err)
@@ -146,7 +146,7 @@ func TestGNUTarLegacy(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			defer root.Close()
+			defer func() { _ = root.Close() }()
 			x := NewExtractor(root, ExtractOptions{Strip: true})
 			var seen recorder
 			sum, err := Read(z, DefaultLimits(), both{x, &seen})

@@ -29,6 +29,7 @@ const (
 func Read(r io.Reader, l Limits, h Handler) (Summary, error) {
 	src := &source{r: r}
 	p := &parser{src: src, tar: tar.NewReader(src), ledger: newLedger(l), handler: h}
+	p.ledger.folding = true
 	if err := p.run(); err != nil {
 		return Summary{}, err
 	}
