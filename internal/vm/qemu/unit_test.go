@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -515,5 +516,26 @@ func TestLockOfARemovedMachine(t *testing.T) {
 	unlock()
 	if err := <-got; err != nil {
 		t.Error(err)
+	}
+}
+
+// Only a processor in software is told what holds for it alone: the errors of a
+// real one are worked around.
+func TestKernelParameters(t *testing.T) {
+	d, r := driver(t)
+	line := func(accel string) string {
+		args := d.arguments(r, accel)
+		i := slices.Index(args, "-append")
+		if i < 0 || i+1 == len(args) {
+			t.Fatalf("%s: no kernel command line in %q", accel, args)
+		}
+		return args[i+1]
+	}
+	special := hostSystem().emulation
+	if got := line("kvm"); strings.Contains(got, "mitigations") || strings.Contains(got, "tsc") {
+		t.Errorf("KVM: %q", got)
+	}
+	if got := line("tcg,thread=multi"); !strings.HasSuffix(got, special) || !strings.Contains(got, " rdinit=/init") {
+		t.Errorf("emulated: %q, want %q at its end", got, special)
 	}
 }
