@@ -674,8 +674,9 @@ func (c *canaried) extract(r io.Reader, l Limits, o ExtractOptions) error {
 	defer func() { _ = root.Close() }()
 	x := NewExtractor(root, o)
 	_, err = Read(r, l, x)
-	if err == nil {
-		err = x.Finish()
+	// Nobody finishes what was refused; even so, nothing may get out.
+	if finish := x.Finish(); err == nil {
+		err = finish
 	}
 	err = errors.Join(err, x.Close())
 	if diff := cmp.Diff(c.before, c.list()); diff != "" {

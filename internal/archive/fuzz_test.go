@@ -2,7 +2,9 @@ package archive
 
 import (
 	"bytes"
+	"encoding/binary"
 	"errors"
+	"io"
 	"testing"
 )
 
@@ -13,17 +15,55 @@ func addCorpus(f *testing.F) {
 	for _, c := range corpus() {
 		b := begin(f)
 		c.make(b)
-		if b.Len() < 64<<10 {
-			f.Add(b.Bytes())
+		if b.Len() < 32<<10 {
+			f.Add(squeezed(b.Bytes()))
 		}
 	}
 }
 
-// FuzzRead: whatever comes, an answer of the two kinds; and what is accepted
-// and not legacy can be written again with the same digest.
+// squeezed is an archive without the zeros that fill its blocks: three quarters
+// of most, in which a fuzzer would look for something.
+func squeezed(archive []byte) []byte {
+	var out []byte
+	for len(archive) >= blockSize {
+		block := bytes.TrimRight(archive[:blockSize], "\x00")
+		out = binary.LittleEndian.AppendUint16(out, uint16(len(block)))
+		out = append(out, block...)
+		archive = archive[blockSize:]
+	}
+	if len(archive) > 0 {
+		out = append(out, 0xff, 0xff)
+	}
+	return append(out, archive...)
+}
+
+// unsqueezed is the archive again, with the check sums that its headers should
+// have: or else a fuzzer never gets beyond the first header it touched.
+func unsqueezed(in []byte) []byte {
+	var out []byte
+	for len(in) >= 2 {
+		n := int(binary.LittleEndian.Uint16(in))
+		in = in[2:]
+		if n > blockSize {
+			return append(out, in...)
+		}
+		n = min(n, len(in))
+		block := make([]byte, blockSize)
+		copy(block, in[:n])
+		if in = in[n:]; string(block[257:262]) == "ustar" {
+			checksummed(block)
+		}
+		out = append(out, block...)
+	}
+	return out
+}
+
+// FuzzRead: whatever comes, an answer of the two kinds; and every entry that
+// was handed on can be written again, in the end with the same digest.
 func FuzzRead(f *testing.F) {
 	addCorpus(f)
 	f.Fuzz(func(t *testing.T, in []byte) {
+		in = unsqueezed(in)
 		var seen recorder
 		sum, err := Read(bytes.NewReader(in), fuzzLimits(), &seen)
 		if err != nil {
@@ -33,24 +73,23 @@ func FuzzRead(f *testing.F) {
 			if msg := err.Error(); msg != printable(msg) {
 				t.Fatalf("not escaped: %q", msg)
 			}
-			return
 		}
-		if sum.Legacy {
-			return
+		m := sum.Manifest
+		if err != nil || sum.Legacy {
+			m = testManifest()
 		}
-		var b bytes.Buffer
-		w, err := NewWriter(&b, sum.Manifest, fuzzLimits())
-		if err != nil {
-			t.Fatalf("the manifest was read: %v", err)
+		w, werr := NewWriter(io.Discard, m, fuzzLimits())
+		if werr != nil {
+			t.Fatalf("the manifest was read: %v", werr)
 		}
 		for _, n := range seen.nodes {
 			if err := put(w, n); err != nil {
 				t.Fatalf("the entry was read: %v", err)
 			}
 		}
-		end, err := w.Close()
-		if err != nil || end.Digest != sum.Digest {
-			t.Fatalf("written again: %+v, %v; read %+v", end, err, sum)
+		end, werr := w.Close()
+		if werr != nil || err == nil && end.Digest != sum.Digest {
+			t.Fatalf("written again: %+v, %v; read %+v", end, werr, sum)
 		}
 	})
 }
@@ -60,6 +99,7 @@ func FuzzRead(f *testing.F) {
 func FuzzExtract(f *testing.F) {
 	addCorpus(f)
 	f.Fuzz(func(t *testing.T, in []byte) {
+		in = unsqueezed(in)
 		_, want := Read(bytes.NewReader(in), fuzzLimits(), nil)
 		got := newCanary(t).extract(bytes.NewReader(in), fuzzLimits(), ExtractOptions{})
 		if ruleOf(got) != ruleOf(want) {

@@ -54,17 +54,15 @@ func (m *Manager) Load(ctx context.Context, path, name string, o LoadOptions) (r
 	if err := m.clearTheWay(ctx, mu); err != nil {
 		return wire.Report{}, err
 	}
-	m.describe(mu, found, o)
+	loaded := origin(found.Summary, o)
+	loaded.Name = name
+	m.describe(mu, found, loaded)
 	drv, base, err := m.prepare(ctx, mu)
 	if err != nil {
 		return wire.Report{}, err
 	}
-	lineage := found.Manifest.Lineage
-	if found.Legacy {
-		lineage = newID()
-	}
-	mu.rec = m.newRecord(name, lineage, drv, base)
-	mu.rec.FreshLogins = o.FreshLogins
+	mu.rec = m.newRecord(name, loaded.Lineage, drv, base)
+	mu.rec.Loaded, mu.rec.Logins = true, loaded.Logins
 	g := guest{drv: drv, name: name, log: mu.log}
 	if err := m.fill(ctx, mu, drv, base, g, a, found, o); err != nil {
 		return wire.Report{}, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
@@ -81,52 +79,73 @@ func (m *Manager) Load(ctx context.Context, path, name string, o LoadOptions) (r
 	return report, mu.complete()
 }
 
+// origin is what a record says of where a loaded state comes from.
+func origin(s archive.Summary, o LoadOptions) Record {
+	rec := Record{Loaded: true, Lineage: s.Manifest.Lineage}
+	if s.Legacy {
+		rec.Lineage = newID() // it has none to carry on
+	} else if !o.FreshLogins {
+		rec.Logins = s.Manifest.Logins
+	}
+	return rec
+}
+
 // describe tells what is about to be loaded and what it may burn.
-func (m *Manager) describe(mu *mutation, found backup.Report, o LoadOptions) {
+func (m *Manager) describe(mu *mutation, found backup.Report, loaded Record) {
 	if found.Legacy {
 		mu.note("a legacy archive, of the shell tool: it has no manifest")
 	} else {
 		mu.note(fmt.Sprintf("state of %s, %s, %d entries", found.Manifest.Box, found.Manifest.Time.Format(time.RFC3339), found.Entries))
 	}
-	if o.FreshLogins || len(found.Manifest.Logins) == 0 {
-		return
-	}
-	if twins := m.twins(Record{Name: mu.rec.Name, Lineage: found.Manifest.Lineage}); len(twins) > 0 {
-		mu.warn(fmt.Sprintf("%s on this host has the same logins (%s); a refresh token works once, so whichever box uses it second must log in again; --fresh-logins leaves them out",
-			strings.Join(twins, ", "), strings.Join(found.Manifest.Logins, ", ")))
+	if text := m.sharedLogins(loaded); text != "" {
+		mu.warn(text + "; --fresh-logins leaves them out")
 	}
 }
 
-// twins are the other boxes of this host that hold copies of the same logins.
-func (m *Manager) twins(rec Record) []string {
-	if rec.Lineage == "" || rec.FreshLogins {
-		return nil
-	}
+// sharedLogins names the logins of a box that other boxes of this host hold
+// copies of, and those boxes; "" when there are none.
+func (m *Manager) sharedLogins(rec Record) string {
 	names, err := m.registry.names()
 	if err != nil {
-		return nil // the caller's own work will tell
+		return "" // the caller's own work will tell
 	}
-	var twins []string
+	var twins, logins []string
 	for _, name := range names {
 		other, err := m.registry.get(name)
-		if err == nil && name != rec.Name && other.Lineage == rec.Lineage && !other.FreshLogins {
+		if err != nil || name == rec.Name || other.Lineage != rec.Lineage {
+			continue
+		}
+		if shared := commonLogins(rec, other); len(shared) > 0 {
 			twins = append(twins, name)
+			logins = append(logins, shared...)
 		}
 	}
-	return twins
+	if len(twins) == 0 {
+		return ""
+	}
+	slices.Sort(logins)
+	return fmt.Sprintf("the logins of %s are the same as in %s, and a refresh token works once: whichever box uses it second must log in again",
+		strings.Join(slices.Compact(logins), ", "), strings.Join(twins, ", "))
+}
+
+// commonLogins: the origin of a lineage has all that its archives hold.
+func commonLogins(a, b Record) []string {
+	switch {
+	case !a.Loaded:
+		return b.Logins
+	case !b.Loaded:
+		return a.Logins
+	}
+	return slices.DeleteFunc(slices.Clone(a.Logins), func(login string) bool { return !slices.Contains(b.Logins, login) })
 }
 
 // lineageCheck tells of boxes that hold copies of the same logins.
 func (m *Manager) lineageCheck(rec Record) []wire.Check {
-	twins := m.twins(rec)
-	if len(twins) == 0 {
+	text := m.sharedLogins(rec)
+	if text == "" {
 		return nil
 	}
-	return []wire.Check{{
-		ID: "state.lineage", Status: wire.Info,
-		Summary:  "its logins are copies of those in " + strings.Join(twins, ", ") + ": a refresh token works once, so log in again in one of them",
-		Evidence: "lineage " + rec.Lineage,
-	}}
+	return []wire.Check{{ID: "state.lineage", Status: wire.Info, Summary: text, Evidence: "lineage " + rec.Lineage}}
 }
 
 // semver is what --pinned accepts: a version out of an archive becomes part of

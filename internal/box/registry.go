@@ -40,11 +40,13 @@ type Record struct {
 	BaseDigest string     `json:"base_digest"`
 	Isolation  string     `json:"isolation"`
 	Created    time.Time  `json:"created"` // UTC
-	// Lineage is the id that the state carries through save and load. Two
-	// boxes of one lineage hold copies of one set of logins, unless
-	// FreshLogins says that this one was loaded without.
-	Lineage     string `json:"lineage,omitempty"`
-	FreshLogins bool   `json:"fresh_logins,omitempty"`
+	// Lineage is the id that the state carries through save and load.
+	Lineage string `json:"lineage,omitempty"`
+	// Loaded: the state came out of an archive, with Logins in it. A box that
+	// was not loaded is the origin of its lineage, with whatever logins its
+	// archives hold.
+	Loaded bool     `json:"loaded,omitempty"`
+	Logins []string `json:"logins,omitempty"`
 	// LastArchive is the path of the newest archive that save wrote.
 	LastArchive string `json:"last_archive,omitempty"`
 }

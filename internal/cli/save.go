@@ -75,7 +75,7 @@ archive, you included.`,
 // describeSaved tells on stderr what the archive holds.
 func (a *app) describeSaved(s box.Saved) {
 	a.term.say(fmt.Sprintf("%s, %d entries with %s of content; Executor was paused for %s",
-		size(s.Report.Size), s.Report.Entries, size(s.Report.Bytes), s.Pause.Round(100*time.Millisecond)))
+		size(s.Report.Size), s.Report.Entries, size(s.Report.Bytes), s.Pause.Round(time.Millisecond)))
 	a.describeFindings(s.Report.End)
 	for _, path := range s.Pruned {
 		a.term.say("removed " + path)

@@ -158,4 +158,3 @@ func (a *app) readRequest(req any, protocol *int) error {
 	}
 	return nil
 }
-
