@@ -44,6 +44,7 @@ else; a transcript is kept. --keep-on-failure keeps the machine too.`,
                        codex login --device-auth
                        hermes setup --portal
   box open %[1]s     open Executor's web page
+  box save %[1]s     save its state, encrypted
   box doctor %[1]s   check its health
   box rm %[1]s       remove it
 `, name, rec.Isolation)
