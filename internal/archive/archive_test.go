@@ -183,7 +183,7 @@ func TestWriterErrors(t *testing.T) {
 
 	// A file that cannot be read is the end of the archive too.
 	b := begin(t)
-	err = b.w.File(Entry{Name: "data/f", Size: 10}, io.MultiReader(strings.NewReader("abc"), errReader{}))
+	err = b.w.File(Entry{Name: "data/f", Size: 10}, io.MultiReader(strings.NewReader("abc"), &ends{errBroken}))
 	if !errors.Is(err, errBroken) {
 		t.Errorf("%v", err)
 	}
@@ -191,10 +191,6 @@ func TestWriterErrors(t *testing.T) {
 		t.Errorf("close: %v", err)
 	}
 }
-
-type errReader struct{}
-
-func (errReader) Read([]byte) (int, error) { return 0, errBroken }
 
 // lazy reads nothing of what it is given, or fails.
 type lazy struct {
@@ -215,7 +211,7 @@ func TestHandler(t *testing.T) {
 		t.Errorf("the handler's error: %v", err)
 	}
 	// The stream's error comes through a handler that hides causes.
-	r := io.MultiReader(bytes.NewReader(b.Bytes()[:50000]), errReader{})
+	r := io.MultiReader(bytes.NewReader(b.Bytes()[:50000]), &ends{errBroken})
 	if _, err := Read(r, DefaultLimits(), &hiding{}); !errors.Is(err, errBroken) {
 		t.Errorf("the stream's error: %v", err)
 	}
@@ -223,6 +219,26 @@ func TestHandler(t *testing.T) {
 		t.Errorf("cut off: %v", err)
 	}
 }
+
+// TestWrappedEOF: only io.EOF itself is a good end; authentication of what was
+// read may fail there.
+func TestWrappedEOF(t *testing.T) {
+	b := begin(t)
+	b.good(file("data/f", "x"))
+	b.end()
+	for _, ending := range []error{fmt.Errorf("too early: %w", io.EOF), errBroken} {
+		for n := range b.Len() + 1 {
+			r := io.MultiReader(bytes.NewReader(b.Bytes()[:n]), &ends{ending})
+			if _, err := Read(r, DefaultLimits(), nil); !errors.Is(err, ending) || errors.Is(err, ErrUnsafe) {
+				t.Fatalf("%v after %d bytes: %v", ending, n, err)
+			}
+		}
+	}
+}
+
+type ends struct{ err error }
+
+func (e *ends) Read([]byte) (int, error) { return 0, e.err }
 
 type hiding struct{ recorder }
 

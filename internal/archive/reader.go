@@ -69,7 +69,8 @@ func (s *source) Read(p []byte) (int, error) {
 	}
 	s.n += int64(n)
 	s.budget -= int64(n)
-	if err != nil && !errors.Is(err, io.EOF) {
+	// Exactly io.EOF: a layer below may have wrapped it to say "too early".
+	if err != nil && err != io.EOF { //nolint:errorlint // see above
 		s.err = err
 	}
 	return n, err
@@ -91,14 +92,14 @@ type parser struct {
 func (p *parser) run() error {
 	for first := true; ; first = false {
 		h, err := p.next()
-		if errors.Is(err, io.EOF) {
+		if err != nil {
+			return err
+		}
+		if h == nil {
 			if first {
 				return &EntryError{Rule: ruleEmpty}
 			}
 			break
-		}
-		if err != nil {
-			return err
 		}
 		if first {
 			p.summary.Legacy = h.Name == "./" && h.Typeflag == tar.TypeDir
@@ -116,7 +117,8 @@ func (p *parser) run() error {
 	return p.trailer()
 }
 
-// next returns the next header, io.EOF at the end marker, or a final error.
+// next returns the next header, none at the end marker, or a final error. (No
+// sentinel: the stream's own errors, which it returns wrapped, may hold one.)
 func (p *parser) next() (*tar.Header, error) {
 	p.src.header, p.src.budget, p.src.spent = true, maxHeaders, false
 	p.src.mark, p.src.marked = p.contentEnd, false
@@ -136,7 +138,7 @@ func (p *parser) next() (*tar.Header, error) {
 		if p.src.n-p.contentEnd != 2*blockSize || p.src.marked {
 			return nil, &EntryError{Rule: ruleNoMarker}
 		}
-		return nil, io.EOF
+		return nil, nil
 	}
 	return nil, p.fault(err)
 }
@@ -400,11 +402,11 @@ func (p *parser) trailer() error {
 		if !zero(buf[:n]) || total > maxTrailer {
 			return &EntryError{Rule: ruleJunk}
 		}
-		if errors.Is(err, io.EOF) && p.src.err == nil {
-			break
-		}
-		if err != nil {
+		if p.src.err != nil {
 			return p.fault(err)
+		}
+		if err != nil { // the end
+			break
 		}
 	}
 	if p.summary.Legacy {
