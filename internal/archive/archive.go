@@ -70,8 +70,8 @@ type Entry struct {
 	Type    Type
 	Mode    fs.FileMode // within 0777
 	Owner   Owner
-	ModTime time.Time
-	Size    int64 // of a File
+	ModTime time.Time // the zero time is written as 1970
+	Size    int64     // of a File
 	// Target is a Symlink's text, verbatim, or the Name of the earlier File
 	// of a Link.
 	Target string

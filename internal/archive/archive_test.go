@@ -251,6 +251,34 @@ func (hiding) File(_ Entry, r io.Reader) error {
 	return nil
 }
 
+func TestZeroTime(t *testing.T) {
+	var b bytes.Buffer
+	w, err := NewWriter(&b, testManifest(), DefaultLimits())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range []node{
+		{Entry: Entry{Name: "data", Type: Dir}},
+		{Entry: Entry{Name: "data/f", Type: File}},
+		{Entry: Entry{Name: "data/l", Type: Link, Target: "data/f"}},
+		{Entry: Entry{Name: "data/e", Type: File, ModTime: time.Time{}.Add(time.Second)}},
+	} {
+		if err := put(w, n); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := w.Close(); err != nil {
+		t.Fatal(err)
+	}
+	var seen recorder
+	if _, err := Read(&b, DefaultLimits(), &seen); err != nil {
+		t.Fatal(err)
+	}
+	if got := seen.nodes[0].ModTime.Unix(); got != 0 {
+		t.Errorf("time %d, want 0", got)
+	}
+}
+
 func TestHas(t *testing.T) {
 	b := begin(t)
 	if !b.w.Has("data") || b.w.Has("data/f") {

@@ -441,6 +441,7 @@ func corpus() []verdict {
 		hostile("xattr on a symlink", ruleXattr, tar.Header{Name: "data/l", Typeflag: tar.TypeSymlink, Linkname: "x", Mode: 0o777, PAXRecords: map[string]string{"SCHILY.xattr.user.x": "y"}}),
 		accepted("mtime -1 and before", node{Entry{Name: "data/a", Type: File, ModTime: time.Unix(-1, 0)}, ""}, node{Entry{Name: "data/b", Type: File, ModTime: time.Unix(-2, 5e8)}, ""}),
 		blocks("mtime 2^60", ruleTime, extended('x', "mtime", fmt.Sprint(1<<60)), header("data/f", '0', 0, nil)),
+		blocks("mtime of the year 1, Go's zero", ruleTime, extended('x', "mtime", "-62135596800"), header("data/f", '0', 0, nil)),
 		blocks("mtime -2^63", ruleTime, extended('x', "mtime", "-9223372036854775808"), header("data/f", '0', 0, nil)),
 		blocks("mtime NaN", ruleTar, extended('x', "mtime", "NaN"), header("data/f", '0', 0, nil)),
 		hostile("another owner", ruleOwner, tar.Header{Name: "data/f", Uname: "nobody", Mode: 0o644}),

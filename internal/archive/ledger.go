@@ -87,10 +87,11 @@ const (
 	ruleDigestShape = "not a digest"
 )
 
-// The range of times that RFC 3339 can show, as Unix seconds.
+// The range of times that RFC 3339 can show, as Unix seconds, but for Go's zero
+// time, which package tar writes as 1970.
 const (
-	minTime = -62135596800 // 0001-01-01
-	maxTime = 253402300799 // 9999-12-31
+	minTime = -62135596800 + 1 // 0001-01-01
+	maxTime = 253402300799     // 9999-12-31
 )
 
 type id [16]byte // the first half of a SHA-256: 2M names need no more
