@@ -57,9 +57,7 @@ func (a *Archive) Extract(ctx context.Context, dir string, progress Progress) (e
 	}
 	defer func() { err = errors.Join(err, root.Close()) }()
 	extractor := archive.NewExtractor(root, archive.ExtractOptions{})
-	l := a.limits
-	l.Total = min(l.Total, free-spaceReserve)
-	second, err := a.read(ctx, extractor, &l, progress)
+	second, err := a.read(ctx, extractor, progress)
 	if err != nil {
 		if errors.Is(err, ErrAuth) {
 			err = errors.Join(ErrChanged, err)

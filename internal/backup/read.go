@@ -64,7 +64,7 @@ func (a *Archive) Close() error { return a.file.Close() }
 // Verify reads the whole archive. ErrAuth and archive.ErrUnsafe tell why it is
 // none.
 func (a *Archive) Verify(ctx context.Context, progress Progress) (Report, error) {
-	report, err := a.read(ctx, nil, nil, progress)
+	report, err := a.read(ctx, nil, progress)
 	if err != nil {
 		return Report{}, err
 	}
@@ -168,10 +168,7 @@ func (a *Archive) rewind(ctx context.Context, progress Progress) (*source, error
 // read takes the archive apart, hands its entries to h, and returns nil only
 // when message, gzip stream and grammar were sound to their ends. What h was
 // given before counts only then.
-func (a *Archive) read(ctx context.Context, h archive.Handler, l *archive.Limits, progress Progress) (Report, error) {
-	if l == nil {
-		l = &a.limits
-	}
+func (a *Archive) read(ctx context.Context, h archive.Handler, progress Progress) (Report, error) {
 	source, err := a.rewind(ctx, progress)
 	if err != nil {
 		return Report{}, err
@@ -181,7 +178,7 @@ func (a *Archive) read(ctx context.Context, h archive.Handler, l *archive.Limits
 		return Report{}, errors.Join(source.err, err)
 	}
 	stream := sha256.New()
-	summary, contentErr := readStream(ahead(io.TeeReader(m, stream)), *l, h)
+	summary, contentErr := readStream(ahead(io.TeeReader(m, stream)), a.limits, h)
 	// Whatever the content was like: first it must be what its maker wrote.
 	if err := m.finish(); err != nil && !errors.Is(err, errExtra) {
 		if source.err != nil {

@@ -7,6 +7,7 @@ import (
 	"io"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -192,7 +193,7 @@ func (m *Manager) fill(ctx context.Context, mu *mutation, drv vm.Driver, base vm
 	if err := mu.enter("restore"); err != nil {
 		return err
 	}
-	restored, err := m.restore(ctx, mu, g, a, o)
+	restored, err := m.restore(ctx, mu, g, a, found, o)
 	if err != nil {
 		return err
 	}
@@ -207,7 +208,7 @@ func (m *Manager) fill(ctx context.Context, mu *mutation, drv vm.Driver, base vm
 
 // restore streams a verified archive into the box's empty state. The host's
 // own reading must agree with the first one, to the last byte.
-func (m *Manager) restore(ctx context.Context, mu *mutation, g guest, a *backup.Archive, o LoadOptions) (wire.StateResult, error) {
+func (m *Manager) restore(ctx context.Context, mu *mutation, g guest, a *backup.Archive, found backup.Report, o LoadOptions) (wire.StateResult, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	pr, pw := io.Pipe()
@@ -220,11 +221,11 @@ func (m *Manager) restore(ctx context.Context, mu *mutation, g guest, a *backup.
 		_ = pw.CloseWithError(err)
 		streamed <- err
 	}()
-	args := []string{"unpack"}
+	args := []string{"unpack", "--bytes", strconv.FormatInt(found.Bytes, 10)}
 	if o.FreshLogins {
 		args = append(args, "--fresh-logins")
 	}
-	ev, err := g.perform(ctx, mu, pr, nil, mu.stateEvent(0), args...)
+	ev, err := g.perform(ctx, mu, pr, nil, mu.stateEvent(found.Bytes), args...)
 	_ = pr.Close() // frees a stream that nobody reads any more
 	streamErr := <-streamed
 	switch {

@@ -480,27 +480,30 @@ func TestNothingSecretInTheProcessList(t *testing.T) {
 		t.Fatal(err)
 	}
 	h.env = append(h.env, "BOX_PASSPHRASE="+passphrase, "BOX_PASSPHRASE_FILE=/planted-list-passphrase-file")
-	cmd := h.command("new", "alpha")
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	ended := make(chan error, 1)
-	go func() { ended <- cmd.Wait() }()
-	looks := 0
-	for running := true; running; looks++ {
-		select {
-		case err := <-ended:
-			if err != nil {
-				t.Fatal(err)
-			}
-			running = false
-		default:
-			h.lookAtProcesses(cmd.Process.Pid, passphrase, password)
-			time.Sleep(5 * time.Millisecond) // leave it some of the processor
+	file := filepath.Join(h.home, "a.gpg")
+	for _, args := range [][]string{{"new", "alpha"}, {"save", "alpha", file}, {"load", file, "beta"}} {
+		cmd := h.command(args...)
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
 		}
-	}
-	if looks < 5 {
-		t.Errorf("only %d looks: this test proves nothing", looks)
+		ended := make(chan error, 1)
+		go func() { ended <- cmd.Wait() }()
+		looks := 0
+		for running := true; running; looks++ {
+			select {
+			case err := <-ended:
+				if err != nil {
+					t.Fatalf("%q: %v", args, err)
+				}
+				running = false
+			default:
+				h.lookAtProcesses(cmd.Process.Pid, passphrase, password)
+				time.Sleep(5 * time.Millisecond) // leave it some of the processor
+			}
+		}
+		if looks < 5 {
+			t.Errorf("%q: only %d looks: this test proves nothing", args, looks)
+		}
 	}
 }
 

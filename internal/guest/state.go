@@ -71,6 +71,7 @@ func (a *app) hold(ctx context.Context) (release func(), err error) {
 // are on standard output. The host decides whether it counts.
 func (a *app) unpackCommand() *cobra.Command {
 	var freshLogins bool
+	var size int64
 	cmd := verb("unpack", "Fill a new box with the state of a gzip stream", "", cobra.NoArgs, a.mustBeRoot(func(ctx context.Context) error {
 		return a.emitState(a.stdout, func(*wire.Emitter) (wire.StateResult, error) {
 			awaits, err := secrets.AwaitsState(a.layout)
@@ -85,9 +86,10 @@ func (a *app) unpackCommand() *cobra.Command {
 				return wire.StateResult{}, fmt.Errorf("hold Executor: %w", err)
 			}
 			defer release()
-			return pack.Unpack(ctx, a.layout, freshLogins, a.stdin)
+			return pack.Unpack(ctx, a.layout, size, freshLogins, a.stdin)
 		})
 	}))
+	cmd.Flags().Int64Var(&size, "bytes", 0, "size of the state's content")
 	cmd.Flags().BoolVar(&freshLogins, "fresh-logins", false, "leave out the files that log tools in")
 	return cmd
 }

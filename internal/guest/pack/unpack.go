@@ -28,12 +28,12 @@ func keep() map[string]bool { return map[string]bool{".hermes-box": true, "lost+
 // Unpack fills the box's /data with the state of a gzip stream. What
 // provisioning has put there before goes first: the caller makes sure that the
 // box is a new one. Whether the result counts, the host decides.
-func Unpack(ctx context.Context, l layout.Layout, freshLogins bool, r io.Reader) (_ wire.StateResult, err error) {
+// size is that of the files' content, bytes.
+func Unpack(ctx context.Context, l layout.Layout, size int64, freshLogins bool, r io.Reader) (_ wire.StateResult, err error) {
 	if err := clearData(l); err != nil {
 		return wire.StateResult{}, fmt.Errorf("clear the new box's state: %w", err)
 	}
-	limits, err := limitsOf(l.Data())
-	if err != nil {
+	if err := hasRoom(l.Data(), size); err != nil {
 		return wire.StateResult{}, err
 	}
 	root, err := os.OpenRoot(l.Data())
@@ -65,7 +65,7 @@ func Unpack(ctx context.Context, l layout.Layout, freshLogins bool, r io.Reader)
 		return wire.StateResult{}, fmt.Errorf("read the stream: %w", err)
 	}
 	z.Multistream(false)
-	summary, err := archive.Read(z, limits, extractor)
+	summary, err := archive.Read(z, archive.DefaultLimits(), extractor)
 	if err != nil {
 		return wire.StateResult{}, err
 	}
@@ -96,19 +96,17 @@ func clearData(l layout.Layout) error {
 	return nil
 }
 
-// limitsOf bounds an archive by the space that there is for it.
-func limitsOf(dir string) (archive.Limits, error) {
-	limits := archive.DefaultLimits()
+// hasRoom refuses what certainly does not fit.
+func hasRoom(dir string, size int64) error {
 	var st syscall.Statfs_t
 	if err := syscall.Statfs(dir, &st); err != nil {
-		return limits, fmt.Errorf("ask for the free space of %s: %w", dir, err)
+		return fmt.Errorf("ask for the free space of %s: %w", dir, err)
 	}
-	free := int64(st.Bavail)*st.Bsize - spaceReserve //nolint:gosec // far below 2^63
-	if free <= 0 {
-		return limits, fmt.Errorf("%s: %w", dir, syscall.ENOSPC)
+	free := int64(st.Bavail) * st.Bsize //nolint:gosec // far below 2^63
+	if free < spaceReserve || size > free-spaceReserve {
+		return fmt.Errorf("%s has %d MiB free and the state needs %d MiB: %w", dir, free>>20, (size+spaceReserve)>>20, syscall.ENOSPC)
 	}
-	limits.Total = min(limits.Total, free)
-	return limits, nil
+	return nil
 }
 
 // contextReader ends with its context.
