@@ -160,6 +160,7 @@ type home struct {
 	names   []string
 	output  bytes.Buffer // everything that box has printed, for the search for secrets
 	secrets []secret
+	rows    int // that a database of a box certainly has
 }
 
 // secret is a text that must be seen nowhere.
