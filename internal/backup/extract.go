@@ -57,6 +57,7 @@ func (a *Archive) Extract(ctx context.Context, dir string, progress Progress) (e
 	}
 	defer func() { err = errors.Join(err, root.Close()) }()
 	extractor := archive.NewExtractor(root, archive.ExtractOptions{})
+	defer func() { err = errors.Join(err, extractor.Close()) }()
 	second, err := a.read(ctx, extractor, progress)
 	if err != nil {
 		if errors.Is(err, ErrAuth) {

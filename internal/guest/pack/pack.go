@@ -347,6 +347,10 @@ func (p *packer) attributes(f *os.File, e *archive.Entry) {
 		if !strings.HasPrefix(attr, "user.") {
 			continue // what the system or its labels made is not the state's
 		}
+		if !archive.ValidXattr(attr) {
+			p.find(e.Name, "xattr", attr)
+			continue
+		}
 		value := make([]byte, 64<<10) // XATTR_SIZE_MAX, xattr(7)
 		n, err := unix.Fgetxattr(fd, attr, value)
 		if err != nil {

@@ -58,6 +58,7 @@ func Unpack(ctx context.Context, l layout.Layout, size int64, freshLogins bool, 
 		}
 	}
 	extractor := archive.NewExtractor(root, options)
+	defer func() { err = errors.Join(err, extractor.Close()) }()
 	sum := sha256.New()
 	source := bufio.NewReaderSize(io.TeeReader(&contextReader{ctx, r}, sum), 256<<10)
 	z, err := gzip.NewReader(source)
