@@ -227,7 +227,7 @@ func TestWrappedEOF(t *testing.T) {
 	b.good(file("data/f", "x"))
 	b.end()
 	for _, ending := range []error{fmt.Errorf("too early: %w", io.EOF), errBroken} {
-		for n := range b.Len() + 1 {
+		for n := 0; n <= b.Len(); n += blockSize / 4 {
 			r := io.MultiReader(bytes.NewReader(b.Bytes()[:n]), &ends{ending})
 			if _, err := Read(r, DefaultLimits(), nil); !errors.Is(err, ending) || errors.Is(err, ErrUnsafe) {
 				t.Fatalf("%v after %d bytes: %v", ending, n, err)
@@ -395,7 +395,8 @@ func TestFoldCollision(t *testing.T) {
 // TestFoldEverything: a key is its own key, and all case variants have one.
 func TestFoldEverything(t *testing.T) {
 	var f folder
-	for r := rune(1); r <= unicode.MaxRune; r++ {
+	// Beyond the compatibility ideographs nothing folds or decomposes.
+	for r := rune(1); r < 0x30000; r++ {
 		if r >= 0xd800 && r < 0xe000 {
 			continue
 		}
