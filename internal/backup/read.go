@@ -15,6 +15,7 @@ import (
 	"github.com/klauspost/compress/gzip"
 
 	"hermes-box-lite/internal/archive"
+	"hermes-box-lite/internal/stream"
 )
 
 // bufferSize of reads and writes of the file, bytes.
@@ -86,13 +87,13 @@ func (a *Archive) Stream(ctx context.Context, w io.Writer, progress Progress) er
 	if err != nil {
 		return err
 	}
-	stream := sha256.New()
+	sum := sha256.New()
 	err = func() error {
 		m, err := decrypt(source.buffered, a.passphrase)
 		if err != nil {
 			return err
 		}
-		if _, err := io.CopyBuffer(io.MultiWriter(w, stream), onlyReader{m}, make([]byte, bufferSize)); err != nil {
+		if _, err := io.CopyBuffer(io.MultiWriter(w, sum), onlyReader{m}, make([]byte, bufferSize)); err != nil {
 			return err
 		}
 		return m.finish()
@@ -106,7 +107,7 @@ func (a *Archive) Stream(ctx context.Context, w io.Writer, progress Progress) er
 	if err != nil {
 		return err
 	}
-	return a.unchanged(source, stream)
+	return a.unchanged(source, sum)
 }
 
 // unchanged compares a second reading with the first.
@@ -177,8 +178,8 @@ func (a *Archive) read(ctx context.Context, h archive.Handler, progress Progress
 	if err != nil {
 		return Report{}, errors.Join(source.err, err)
 	}
-	stream := sha256.New()
-	summary, contentErr := readStream(ahead(io.TeeReader(m, stream)), a.limits, h)
+	sum := sha256.New()
+	summary, contentErr := readStream(stream.Ahead(io.TeeReader(m, sum)), a.limits, h)
 	// Whatever the content was like: first it must be what its maker wrote.
 	if err := m.finish(); err != nil && !errors.Is(err, errExtra) {
 		if source.err != nil {
@@ -195,19 +196,21 @@ func (a *Archive) read(ctx context.Context, h archive.Handler, progress Progress
 	if err != nil {
 		return Report{}, fmt.Errorf("read the archive: %w", err)
 	}
-	return Report{Size: info.Size(), SHA256: digest(source.sum), Stream: digest(stream), Summary: summary}, nil
+	return Report{Size: info.Size(), SHA256: digest(source.sum), Stream: digest(sum), Summary: summary}, nil
 }
 
 // readStream reads one gzip stream, and nothing after it, through the grammar.
-func readStream(r *aheadReader, l archive.Limits, h archive.Handler) (archive.Summary, error) {
-	defer r.stop()
+func readStream(r *stream.Reader, l archive.Limits, h archive.Handler) (archive.Summary, error) {
+	defer r.Stop()
 	br := bufio.NewReaderSize(r, 64<<10)
 	z, err := gzip.NewReader(br)
 	if err != nil {
 		return archive.Summary{}, notGzip(err)
 	}
 	z.Multistream(false)
-	marked := &markedReader{r: z}
+	unpacked := stream.Ahead(z)
+	defer unpacked.Stop()
+	marked := &markedReader{r: unpacked}
 	summary, err := archive.Read(marked, l, h)
 	if marked.err != nil {
 		return summary, notGzip(marked.err)

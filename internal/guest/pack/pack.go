@@ -21,6 +21,7 @@ import (
 
 	"hermes-box-lite/internal/archive"
 	"hermes-box-lite/internal/guest/layout"
+	"hermes-box-lite/internal/stream"
 	"hermes-box-lite/internal/wire"
 )
 
@@ -78,15 +79,20 @@ type Hold func(ctx context.Context) (release func(), err error)
 // Pack writes the gzip stream of the state to w. Executor is held, by hold,
 // while its own data is read.
 func Pack(ctx context.Context, l layout.Layout, req wire.PackRequest, hold Hold, w io.Writer, emit *wire.Emitter) (wire.StateResult, error) {
+	// Reading, compressing and sending go on side by side.
 	sum := sha256.New()
-	z, err := gzip.NewWriterLevel(io.MultiWriter(w, sum), gzipLevel)
+	sent := stream.Behind(io.MultiWriter(w, sum))
+	defer func() { _ = sent.Close() }() // its error was seen before
+	z, err := gzip.NewWriterLevel(sent, gzipLevel)
 	if err != nil {
 		return wire.StateResult{}, err
 	}
+	compressed := stream.Behind(z)
+	defer func() { _ = compressed.Close() }() // as above
 	p := newPacker(ctx, l)
 	p.emit = emit
 	removeStaleSnapshots(l)
-	p.out, err = archive.NewWriter(z, p.manifest(req), archive.DefaultLimits())
+	p.out, err = archive.NewWriter(compressed, p.manifest(req), archive.DefaultLimits())
 	if err != nil {
 		return wire.StateResult{}, fmt.Errorf("pack the manifest: %w", err)
 	}
@@ -107,7 +113,7 @@ func Pack(ctx context.Context, l layout.Layout, req wire.PackRequest, hold Hold,
 		return wire.StateResult{}, fmt.Errorf("pack the state: %w", err)
 	}
 	end, err := p.out.Close()
-	if err = errors.Join(err, z.Close()); err != nil {
+	if err = errors.Join(err, compressed.Close(), z.Close(), sent.Close()); err != nil {
 		return wire.StateResult{}, fmt.Errorf("pack the state: %w", err)
 	}
 	return wire.StateResult{
