@@ -13,7 +13,7 @@ TOOLS   := $(CURDIR)/.tools/bin
 HB      := internal/hbbin/bin/hb-linux-amd64.gz internal/hbbin/bin/hb-linux-arm64.gz
 SOURCES := $(shell find cmd internal -name '*.go') go.mod go.sum
 
-.PHONY: help build demo check test e2e e2e-full fuzz lint base bare-base tools cross vuln clean
+.PHONY: help build demo check test e2e e2e-full fuzz fuzz-archives lint base bare-base tools cross vuln clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -59,13 +59,16 @@ $(TOOLS)/golangci-lint: tools/go.mod tools/go.sum
 	cd tools && GOBIN=$(TOOLS) go install tool
 	touch $@
 
-test: check e2e ## everything that CI runs
+test: check fuzz-archives e2e ## everything that CI runs
 
 e2e: build ## scenarios on real containers with the real tools
 	scripts/e2e
 
 e2e-full: build ## the same, and the slow ones
 	scripts/e2e --full
+
+fuzz-archives: ## fuzz what reads archives for FUZZTIME (60s) a target
+	scripts/fuzz internal/archive internal/backup
 
 fuzz: ## fuzz every target for FUZZTIME (60s)
 	scripts/fuzz
