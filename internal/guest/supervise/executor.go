@@ -491,7 +491,11 @@ func (e *executor) watch(ctx context.Context, r *run) {
 		case <-ctx.Done():
 		}
 	}()
-	target := mcp.Target{URL: "http://" + e.ports.executorAddr() + "/mcp", Token: r.secret, RequestTimeout: 20 * time.Second}
+	// A handshake that is given up only has to be made again.
+	target := mcp.Target{
+		URL: "http://" + e.ports.executorAddr() + "/mcp", Token: r.secret,
+		RequestTimeout: 20 * time.Second, TotalTimeout: 45 * time.Second,
+	}
 	deadline := time.Now().Add(startLimit)
 	pause := 100 * time.Millisecond
 	for {

@@ -71,6 +71,9 @@ func (c client) check(ctx context.Context, l layout.Layout, ep Endpoint) wire.Ch
 // is 0 also when none of them answers, so that only the words count.
 func probeClaude(ctx context.Context, l layout.Layout) (bool, string) {
 	cmd := l.AgentCommand(ctx, "claude", "mcp", "list")
+	// Claude gives a server 30 s otherwise. That was not enough for two boxes
+	// that came up at once on an emulated host: slow is not broken.
+	cmd.Env = append(cmd.Env, fmt.Sprintf("MCP_TIMEOUT=%d", (probeLimit-20*time.Second).Milliseconds()))
 	out := &bounded{max: 256 << 10}
 	cmd.Stdout, cmd.Stderr = out, out
 	err := cmd.Run()
