@@ -100,7 +100,7 @@ func (p *packer) excluded(name string) string {
 		return "of the file system"
 	}
 	rel, ok := strings.CutPrefix(name, homeEntry+"/")
-	if !ok {
+	if !ok || rel[0] != '.' { // as all patterns begin: a workspace costs nothing
 		return ""
 	}
 	if part, ok := strings.CutPrefix(rel, ".hermes/cache/"); ok && !strings.Contains(part, "/") && !strings.Contains(hermesCaches, " "+part+" ") {
