@@ -34,15 +34,27 @@ var (
 	ErrChanged = errors.New("the file changed while it was read")
 )
 
-// Passphrase keeps a passphrase out of logs and errors.
-type Passphrase struct{ secret []byte }
+// Passphrase keeps a passphrase out of logs and errors. The zero value is none.
+type Passphrase struct {
+	// A function, because package fmt asks no method how to print what another
+	// type holds in an unexported field, and follows pointers for some verbs.
+	secret func() []byte
+}
 
 // NewPassphrase refuses one that protects nothing.
 func NewPassphrase(s string) (Passphrase, error) {
 	if s == "" {
 		return Passphrase{}, errors.New("the passphrase is empty")
 	}
-	return Passphrase{[]byte(s)}, nil
+	secret := []byte(s)
+	return Passphrase{func() []byte { return secret }}, nil
+}
+
+func (p Passphrase) bytes() ([]byte, error) {
+	if p.secret == nil {
+		return nil, errors.New("there is no passphrase")
+	}
+	return p.secret(), nil
 }
 
 // ReadPassphrase reads the first line of a file, as gpg's --passphrase-file
@@ -74,8 +86,8 @@ const redacted = "[redacted]"
 // String implements fmt.Stringer.
 func (Passphrase) String() string { return redacted }
 
-// GoString implements fmt.GoStringer.
-func (Passphrase) GoString() string { return redacted }
+// Format implements fmt.Formatter: not every verb asks String.
+func (Passphrase) Format(s fmt.State, _ rune) { _, _ = io.WriteString(s, redacted) }
 
 // MarshalJSON implements json.Marshaler.
 func (Passphrase) MarshalJSON() ([]byte, error) { return json.Marshal(redacted) }

@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
 	"syscall"
 
 	"hermes-box-lite/internal/archive"
@@ -17,7 +18,8 @@ import (
 const spaceReserve = 64 << 20
 
 // Extract writes the content of a verified archive into the new directory dir,
-// mode 0700. When anything fails nothing is left.
+// mode 0700, and onto the disk. When anything fails nothing is left; what a
+// killed Extract left, the next one into the same place removes.
 func (a *Archive) Extract(ctx context.Context, dir string, progress Progress) (err error) {
 	if a.report == nil {
 		return errNotVerified
@@ -33,17 +35,24 @@ func (a *Archive) Extract(ctx context.Context, dir string, progress Progress) (e
 	if need := a.report.Bytes + spaceReserve; need > free {
 		return fmt.Errorf("%s has %d MiB free and the archive needs %d MiB: %w", parent, free>>20, need>>20, syscall.ENOSPC)
 	}
-	temporary, err := os.MkdirTemp(parent, ".hermes-box-extract.*.partial") // 0700
+	removeStaleDirs(parent)
+	lock, err := createPartialDir(parent)
 	if err != nil {
 		return fmt.Errorf("write into %s: %w", parent, err)
 	}
+	defer func() { _ = lock.Close() }() // a descriptor to read with
+	temporary := lock.Name()
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, removeAll(temporary))
 		}
 	}()
 	if a.report.FoldCollision != "" {
-		folds, err := foldsNames(temporary)
+		probe := foldsNames
+		if a.folds != nil {
+			probe = a.folds
+		}
+		folds, err := probe(temporary)
 		if err != nil {
 			return err
 		}
@@ -60,8 +69,8 @@ func (a *Archive) Extract(ctx context.Context, dir string, progress Progress) (e
 	defer func() { err = errors.Join(err, extractor.Close()) }()
 	second, err := a.read(ctx, extractor, progress)
 	if err != nil {
-		if errors.Is(err, ErrAuth) {
-			err = errors.Join(ErrChanged, err)
+		if errors.Is(err, ErrAuth) || errors.Is(err, archive.ErrUnsafe) {
+			return changed(err)
 		}
 		return err
 	}
@@ -71,13 +80,71 @@ func (a *Archive) Extract(ctx context.Context, dir string, progress Progress) (e
 	if err := extractor.Finish(); err != nil {
 		return err
 	}
+	if err := syncTree(lock); err != nil {
+		return fmt.Errorf("write into %s: %w", parent, err)
+	}
+	if err := context.Cause(ctx); err != nil {
+		return err
+	}
 	if err := renameNoReplace(temporary, dir); err != nil {
 		if errors.Is(err, fs.ErrExist) {
 			err = ErrExists
 		}
 		return fmt.Errorf("%s: %w", dir, err)
 	}
-	return atomicfile.SyncDir(parent)
+	if err := atomicfile.SyncDir(parent); err != nil {
+		return errors.Join(err, removeAll(dir))
+	}
+	return nil
+}
+
+const partialDirPrefix = ".hermes-box-extract."
+
+// createPartialDir makes a directory that only its owner reads and that says,
+// by a lock, that somebody is writing it.
+func createPartialDir(parent string) (*os.File, error) {
+	const tries = 100
+	for range tries {
+		path, err := os.MkdirTemp(parent, partialDirPrefix+"*"+partialSuffix) // 0700
+		if err != nil {
+			return nil, err
+		}
+		f, err := os.Open(path)
+		if err == nil {
+			if _, busy := lockFile(f, syscall.LOCK_EX); busy == nil && sameFile(f, path) {
+				return f, nil
+			}
+			err = f.Close()
+		}
+		// Before it was locked another command took it for a stale one.
+		if err = errors.Join(remove(path), err); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return nil, err
+		}
+	}
+	return nil, errors.New("another command removes what was just made")
+}
+
+// removeStaleDirs removes what killed extractions left: plaintext. Where there
+// are no locks nobody knows, and nothing is removed.
+func removeStaleDirs(parent string) {
+	entries, err := os.ReadDir(parent)
+	if err != nil {
+		return
+	}
+	for _, e := range entries {
+		if !e.IsDir() || !strings.HasPrefix(e.Name(), partialDirPrefix) || !strings.HasSuffix(e.Name(), partialSuffix) {
+			continue
+		}
+		path := filepath.Join(parent, e.Name())
+		f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_DIRECTORY, 0)
+		if err != nil {
+			continue
+		}
+		if held, _ := lockFile(f, syscall.LOCK_EX); held {
+			_ = removeAll(path)
+		}
+		_ = f.Close()
+	}
 }
 
 // foldsNames reports whether the file system takes names for one that differ

@@ -1,8 +1,16 @@
 package backup
 
-import "golang.org/x/sys/unix"
+import (
+	"os"
+
+	"golang.org/x/sys/unix"
+)
 
 // renameNoReplace fails with fs.ErrExist when to is there.
 func renameNoReplace(from, to string) error {
 	return unix.Renameat2(unix.AT_FDCWD, from, unix.AT_FDCWD, to, unix.RENAME_NOREPLACE)
 }
+
+// syncTree makes what is below a directory durable, by syncing its file system:
+// file by file costs more than the extraction.
+func syncTree(dir *os.File) error { return unix.Syncfs(int(dir.Fd())) }

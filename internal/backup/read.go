@@ -28,11 +28,14 @@ type Archive struct {
 	passphrase Passphrase
 	limits     archive.Limits
 	report     *Report // of Verify
+
+	folds func(dir string) (bool, error) // instead of foldsNames, in tests
 }
 
 // Open opens an archive and keeps it from being pruned meanwhile.
 func Open(path string, p Passphrase, l archive.Limits) (*Archive, error) {
-	f, err := os.Open(path)
+	// Not blocking, or else a FIFO would be waited for.
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
 	if err != nil {
 		return nil, err
 	}
@@ -41,7 +44,7 @@ func Open(path string, p Passphrase, l archive.Limits) (*Archive, error) {
 		err = fmt.Errorf("%s is not a file", path)
 	}
 	if err == nil {
-		err = lockFile(f, syscall.LOCK_SH)
+		_, err = lockFile(f, syscall.LOCK_SH)
 	}
 	if err != nil {
 		return nil, errors.Join(err, f.Close())
@@ -49,14 +52,14 @@ func Open(path string, p Passphrase, l archive.Limits) (*Archive, error) {
 	return &Archive{file: f, passphrase: p, limits: l}, nil
 }
 
-// lockFile takes an advisory lock. File systems without locks have none to
-// respect.
-func lockFile(f *os.File, how int) error {
-	err := syscall.Flock(int(f.Fd()), how|syscall.LOCK_NB)
+// lockFile takes an advisory lock. On a file system without locks there is none
+// to respect, and none is held.
+func lockFile(f *os.File, how int) (held bool, err error) {
+	err = syscall.Flock(int(f.Fd()), how|syscall.LOCK_NB)
 	if errors.Is(err, syscall.EWOULDBLOCK) {
-		return fmt.Errorf("%s is in use by another command", f.Name())
+		return false, fmt.Errorf("%s is in use by another command", f.Name())
 	}
-	return nil
+	return err == nil, nil
 }
 
 // Close releases the file.
@@ -101,22 +104,20 @@ func (a *Archive) Stream(ctx context.Context, w io.Writer, progress Progress) er
 	if source.err != nil {
 		return source.err
 	}
-	if errors.Is(err, ErrAuth) {
-		return errors.Join(ErrChanged, err) // it was whole a moment ago
+	if errors.Is(err, ErrAuth) || errors.Is(err, errExtra) {
+		return changed(err)
 	}
 	if err != nil {
 		return err
 	}
-	return a.unchanged(source, sum)
-}
-
-// unchanged compares a second reading with the first.
-func (a *Archive) unchanged(source *source, stream hash.Hash) error {
-	if digest(source.sum) != a.report.SHA256 || digest(stream) != a.report.Stream {
+	if digest(source.sum) != a.report.SHA256 || digest(sum) != a.report.Stream {
 		return ErrChanged
 	}
 	return nil
 }
+
+// changed is err in an archive that was whole a moment ago.
+func changed(err error) error { return fmt.Errorf("%w: %w", ErrChanged, err) }
 
 // onlyReader hides other methods, so that io.CopyBuffer uses its buffer.
 type onlyReader struct{ io.Reader }
@@ -125,27 +126,30 @@ type onlyReader struct{ io.Reader }
 type source struct {
 	buffered *bufio.Reader
 	sum      hash.Hash
-	err      error // of the file or the context, as opposed to its content
+	size     int64 // read so far
+	err      error // of the file or the context, as opposed to its content; final
 }
 
 type sourceReader struct {
-	ctx         context.Context
-	file        *os.File
-	src         *source
-	done, total int64
-	progress    Progress
+	ctx      context.Context
+	file     *os.File
+	src      *source
+	total    int64
+	progress Progress
 }
 
 func (r *sourceReader) Read(p []byte) (int, error) {
-	if err := context.Cause(r.ctx); err != nil {
-		r.src.err = err
-		return 0, err
+	if r.src.err == nil {
+		r.src.err = context.Cause(r.ctx)
+	}
+	if r.src.err != nil {
+		return 0, r.src.err
 	}
 	n, err := r.file.Read(p)
 	r.src.sum.Write(p[:n])
-	r.done += int64(n)
+	r.src.size += int64(n)
 	if r.progress != nil {
-		r.progress(r.done, max(r.total, r.done))
+		r.progress(r.src.size, max(r.total, r.src.size))
 	}
 	if err != nil && err != io.EOF {
 		r.src.err = fmt.Errorf("read the archive: %w", err)
@@ -175,28 +179,27 @@ func (a *Archive) read(ctx context.Context, h archive.Handler, progress Progress
 		return Report{}, err
 	}
 	m, err := decrypt(source.buffered, a.passphrase)
+	if source.err != nil {
+		return Report{}, source.err
+	}
 	if err != nil {
-		return Report{}, errors.Join(source.err, err)
+		return Report{}, err
 	}
 	sum := sha256.New()
 	summary, contentErr := readStream(stream.Ahead(io.TeeReader(m, sum)), a.limits, h)
 	// Whatever the content was like: first it must be what its maker wrote.
-	if err := m.finish(); err != nil && !errors.Is(err, errExtra) {
-		if source.err != nil {
-			return Report{}, source.err
-		}
+	err = m.finish()
+	switch {
+	case source.err != nil:
+		return Report{}, source.err
+	case err != nil && !errors.Is(err, errExtra):
 		return Report{}, err
-	} else if err != nil && contentErr == nil {
-		contentErr = fmt.Errorf("%w: %w", archive.ErrUnsafe, err)
-	}
-	if contentErr != nil {
+	case contentErr != nil:
 		return Report{}, contentErr
+	case err != nil:
+		return Report{}, fmt.Errorf("%w: %w", archive.ErrUnsafe, err)
 	}
-	info, err := a.file.Stat()
-	if err != nil {
-		return Report{}, fmt.Errorf("read the archive: %w", err)
-	}
-	return Report{Size: info.Size(), SHA256: digest(source.sum), Stream: digest(sum), Summary: summary}, nil
+	return Report{Size: source.size, SHA256: digest(source.sum), Stream: digest(sum), Summary: summary}, nil
 }
 
 // readStream reads one gzip stream, and nothing after it, through the grammar.

@@ -31,6 +31,8 @@ type SaveOptions struct {
 	// name, whether it is what the source meant to write.
 	Accept   func(Report) error
 	Verified Progress // of the reading back
+
+	cost int // of a guess at the passphrase, see s2kCount; 0: what it is for archives
 }
 
 // Save writes an archive: encrypted into a partial file in the destination's
@@ -51,10 +53,7 @@ func Save(ctx context.Context, o SaveOptions) (report Report, err error) {
 	a := &Archive{file: partial, passphrase: o.Passphrase, limits: o.Limits}
 	defer func() {
 		// Under its final name or not at all.
-		if removeErr := os.Remove(partial.Name()); !errors.Is(removeErr, fs.ErrNotExist) {
-			err = errors.Join(err, removeErr)
-		}
-		err = errors.Join(err, a.Close())
+		err = errors.Join(err, remove(partial.Name()), a.Close())
 	}()
 	stream, err := write(ctx, partial, o)
 	if err != nil {
@@ -70,7 +69,13 @@ func Save(ctx context.Context, o SaveOptions) (report Report, err error) {
 	if err := o.Accept(report); err != nil {
 		return Report{}, err
 	}
-	return report, publish(partial.Name(), o.Path)
+	if err := context.Cause(ctx); err != nil {
+		return Report{}, err
+	}
+	if err := publish(partial.Name(), o.Path); err != nil {
+		return Report{}, err
+	}
+	return report, nil
 }
 
 // Free returns ErrExists, with the path, when something is at path.
@@ -88,13 +93,21 @@ func Free(path string) error {
 // write returns the SHA-256 of the stream.
 func write(ctx context.Context, partial *os.File, o SaveOptions) (string, error) {
 	buffered := bufio.NewWriterSize(partial, bufferSize)
-	sealed, err := encrypt(buffered, o.Passphrase)
+	cost := o.cost
+	if cost == 0 {
+		cost = s2kCount
+	}
+	sealed, err := encrypt(buffered, o.Passphrase, cost)
 	if err != nil {
 		return "", err
 	}
 	stream := sha256.New()
-	if err := o.Source(ctx, &sink{ctx, io.MultiWriter(stream, sealed)}); err != nil {
+	out := &sink{ctx: ctx, w: io.MultiWriter(stream, sealed)}
+	if err := o.Source(ctx, out); err != nil {
 		return "", err
+	}
+	if out.err != nil { // whether the source cared or not
+		return "", out.err
 	}
 	if err := errors.Join(sealed.Close(), buffered.Flush()); err != nil {
 		return "", fmt.Errorf("write the archive: %w", err)
@@ -105,21 +118,24 @@ func write(ctx context.Context, partial *os.File, o SaveOptions) (string, error)
 	return digest(stream), nil
 }
 
-// sink ends with its context.
+// sink ends with its context. Its first error is final: there is a gap.
 type sink struct {
 	ctx context.Context
 	w   io.Writer
+	err error
 }
 
-func (s *sink) Write(p []byte) (int, error) {
-	if err := context.Cause(s.ctx); err != nil {
-		return 0, err
+func (s *sink) Write(p []byte) (n int, err error) {
+	if s.err == nil {
+		s.err = context.Cause(s.ctx)
 	}
-	n, err := s.w.Write(p)
-	if err != nil {
-		err = fmt.Errorf("write the archive: %w", err)
+	if s.err != nil {
+		return 0, s.err
 	}
-	return n, err
+	if n, err = s.w.Write(p); err != nil {
+		s.err = fmt.Errorf("write the archive: %w", err)
+	}
+	return n, s.err
 }
 
 const partialSuffix = ".partial"
@@ -129,21 +145,47 @@ func partialPrefix(box string) string { return ".hermes-box-" + box + "." }
 // createPartial makes a file that only its owner reads and that says, by a
 // lock, that somebody is writing it.
 func createPartial(dir, box string) (*os.File, error) {
-	var id [8]byte
-	_, _ = rand.Read(id[:]) // never fails
-	path := filepath.Join(dir, partialPrefix(box)+hex.EncodeToString(id[:])+partialSuffix)
-	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	const tries = 100
+	for range tries {
+		var id [8]byte
+		_, _ = rand.Read(id[:]) // never fails
+		path := filepath.Join(dir, partialPrefix(box)+hex.EncodeToString(id[:])+partialSuffix)
+		f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+		if err != nil {
+			return nil, err
+		}
+		_, busy := lockFile(f, syscall.LOCK_EX)
+		if busy == nil && sameFile(f, path) {
+			return f, nil
+		}
+		// Before it was locked another command took it for a stale one.
+		if err := errors.Join(remove(path), f.Close()); err != nil {
+			return nil, err
+		}
+	}
+	return nil, errors.New("another command removes what was just made")
+}
+
+func sameFile(f *os.File, path string) bool {
+	opened, err := f.Stat()
 	if err != nil {
-		return nil, err
+		return false
 	}
-	if err := lockFile(f, syscall.LOCK_EX); err != nil {
-		return nil, errors.Join(err, os.Remove(path), f.Close())
+	named, err := os.Lstat(path)
+	return err == nil && os.SameFile(opened, named)
+}
+
+// remove is os.Remove, and nothing when there is nothing to remove.
+func remove(path string) error {
+	if err := os.Remove(path); !errors.Is(err, fs.ErrNotExist) {
+		return err
 	}
-	return f, nil
+	return nil
 }
 
 // removeStale removes partial files of a box that nobody is writing any more.
-// What cannot be removed only wastes space.
+// What cannot be removed only wastes space; where there are no locks nobody
+// knows, and nothing is.
 func removeStale(dir, box string) {
 	entries, err := os.ReadDir(dir)
 	if err != nil {
@@ -156,11 +198,11 @@ func removeStale(dir, box string) {
 			continue
 		}
 		path := filepath.Join(dir, e.Name())
-		f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW, 0)
+		f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
 		if err != nil {
 			continue
 		}
-		if lockFile(f, syscall.LOCK_EX) == nil {
+		if held, _ := lockFile(f, syscall.LOCK_EX); held {
 			_ = os.Remove(path)
 		}
 		_ = f.Close()
@@ -170,12 +212,12 @@ func removeStale(dir, box string) {
 // RemoveUnused removes an archive unless a command has it open, and reports
 // whether it did.
 func RemoveUnused(path string) (bool, error) {
-	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW, 0)
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
 	if err != nil {
 		return false, err
 	}
 	defer func() { _ = f.Close() }()
-	if lockFile(f, syscall.LOCK_EX) != nil {
+	if _, busy := lockFile(f, syscall.LOCK_EX); busy != nil {
 		return false, nil
 	}
 	return true, os.Remove(path)
@@ -195,7 +237,11 @@ func publish(partial, final string) error {
 	if err != nil {
 		return fmt.Errorf("give the archive its name: %w", err)
 	}
-	return atomicfile.SyncDir(filepath.Dir(final))
+	if err := atomicfile.SyncDir(filepath.Dir(final)); err != nil {
+		// What is not durable was not saved.
+		return fmt.Errorf("give the archive its name: %w", errors.Join(err, os.Remove(final)))
+	}
+	return nil
 }
 
 // FreeSpace of the file system that holds dir, bytes, for this user.
