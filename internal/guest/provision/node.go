@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -70,8 +71,9 @@ type word struct {
 }
 
 // askInstalled asks node, npm and our tools for their versions, those that are
-// there, all at once: in an emulated machine one of them alone takes up to 20 s
-// on one processor.
+// there. Executor alone takes as long as the rest, 20 s in an emulated machine,
+// so it is asked beside them; more at once would be slower, because an emulated
+// processor forgets what it has translated at every change of the process.
 func (r *run) askInstalled(ctx context.Context) map[string]word {
 	names := []string{"node", "npm"}
 	for _, t := range r.npmTools() {
@@ -79,21 +81,38 @@ func (r *run) askInstalled(ctx context.Context) map[string]word {
 	}
 	words := map[string]word{}
 	var mu sync.Mutex
-	var wg sync.WaitGroup
-	for _, name := range names {
-		if !r.linked(name) {
-			words[name] = word{err: fs.ErrNotExist}
-			continue
+	ask := func(name string) {
+		w := word{err: fs.ErrNotExist}
+		if r.linked(name) {
+			w.said, w.err = r.askVersion(ctx, name)
 		}
+		mu.Lock()
+		defer mu.Unlock()
+		words[name] = w
+	}
+	var wg sync.WaitGroup
+	for _, lane := range lanes(names, func(name string) string { return name }) {
 		wg.Go(func() {
-			said, err := r.askVersion(ctx, name)
-			mu.Lock()
-			defer mu.Unlock()
-			words[name] = word{said, err}
+			for _, name := range lane {
+				ask(name)
+			}
 		})
 	}
 	wg.Wait()
 	return words
+}
+
+// lanes divides tools into those that are run beside each other.
+func lanes[T any](all []T, name func(T) string) [][]T {
+	var slow, rest []T
+	for _, t := range all {
+		if name(t) == "executor" {
+			slow = append(slow, t)
+		} else {
+			rest = append(rest, t)
+		}
+	}
+	return slices.DeleteFunc([][]T{slow, rest}, func(lane []T) bool { return len(lane) == 0 })
 }
 
 // askVersion asks a program, as the agent.

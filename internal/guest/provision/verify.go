@@ -241,25 +241,12 @@ func probeOnce(ctx context.Context, l layout.Layout, env surrounding, tools []to
 	return found
 }
 
-// probeApart runs every tool of ours beside the others, since one of them can
-// take as long as all of the rest; those of the distribution are quick.
+// probeApart runs tools, the slowest beside the others.
 func probeApart(ctx context.Context, l layout.Layout, env surrounding, tools []tool, log io.Writer) map[string]finding {
-	var groups [][]tool
-	var quick []tool
-	for _, t := range tools {
-		if t.versionArg == "--version" && exists(l.Path("/usr/local/bin/"+t.name)) {
-			groups = append(groups, []tool{t})
-		} else {
-			quick = append(quick, t)
-		}
-	}
-	if len(quick) > 0 {
-		groups = append(groups, quick)
-	}
 	found := map[string]finding{}
 	var mu sync.Mutex
 	var wg sync.WaitGroup
-	for _, group := range groups {
+	for _, group := range lanes(tools, func(t tool) string { return t.name }) {
 		wg.Go(func() {
 			f := probe(ctx, l, env, group, true, log)
 			mu.Lock()
