@@ -39,14 +39,28 @@ type packer struct {
 	exclusions []exclusion
 	parts      []part
 	files      map[inode]string // entry name of a file with several names
-	whole      map[string]bool  // directories that were packed with all that is below
+	whole      map[string]bool  // what the first walk has packed with all that is below
 	plan       *wire.StatePlan  // nil while packing
 	byPart     map[string]*wire.StatePart
 	done       int64 // bytes of content
 	told       time.Time
 }
 
-type inode struct{ dev, ino uint64 }
+// inode is a file whatever its names. The number of one that is removed is used
+// again soon; the time of birth, where the file system has one, is not.
+type inode struct {
+	dev, ino uint64
+	born     unix.StatxTimestamp
+}
+
+func inodeOf(f *os.File, st *unix.Stat_t) inode {
+	id := inode{dev: st.Dev, ino: st.Ino}
+	var x unix.Statx_t
+	if unix.Statx(int(f.Fd()), "", unix.AT_EMPTY_PATH, unix.STATX_BTIME, &x) == nil && x.Mask&unix.STATX_BTIME != 0 {
+		id.born = x.Btime
+	}
+	return id
+}
 
 func newPacker(ctx context.Context, l layout.Layout) *packer {
 	return &packer{
@@ -206,9 +220,10 @@ func (p *packer) directory(dir *os.File, name string, st *unix.Stat_t, only []st
 	}
 	names, err := dir.Readdirnames(-1)
 	if err != nil {
-		return fmt.Errorf("%s: %w", name, err)
+		return p.lost(name, err) // removed when it was open already
 	}
 	slices.Sort(names)
+	names = slices.Compact(names) // what is renamed meanwhile may be listed twice
 	skip := map[string]bool{} // sidecars of databases that were captured
 	for _, base := range names {
 		child := name + "/" + base
@@ -257,6 +272,14 @@ func (p *packer) child(dir *os.File, base, name string, only []string, skip map[
 		p.find(name, "special", "another file system is mounted here")
 		return p.leaveOut(dir, base, name, "another file system", &st)
 	}
+	if kind := st.Mode & unix.S_IFMT; only != nil && kind != unix.S_IFDIR {
+		if len(only) > 0 {
+			return nil // it leads nowhere; the second walk packs it
+		}
+		if kind == unix.S_IFREG || kind == unix.S_IFLNK {
+			defer func() { p.whole[name] = true }()
+		}
+	}
 	switch st.Mode & unix.S_IFMT {
 	case unix.S_IFDIR:
 		sub, st, err := openat(fd, base, unix.O_DIRECTORY)
@@ -299,11 +322,19 @@ func openat(dir int, base string, flags int) (*os.File, *unix.Stat_t, error) {
 	return f, &st, nil
 }
 
+// errReplaced: a path became something else between two looks.
+var errReplaced = errors.New("it became something else")
+
 // lost notes a path that was there a moment ago, or was replaced by a link.
 // Any other error ends the pack: an unreadable state is no backup.
 func (p *packer) lost(name string, err error) error {
-	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ELOOP) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ENXIO) {
-		p.find(name, "vanished", "")
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ELOOP) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ENXIO) ||
+		errors.Is(err, errReplaced) {
+		detail := ""
+		if errors.Is(err, errReplaced) {
+			detail = err.Error()
+		}
+		p.find(name, "vanished", detail)
 		return nil
 	}
 	return fmt.Errorf("%s: %w", wire.Printable(name), err)
@@ -334,6 +365,9 @@ func (p *packer) entry(name string, t archive.Type, st *unix.Stat_t) archive.Ent
 	return e
 }
 
+// xattrMost of one file travel, bytes: all of them must fit into a tar header.
+const xattrMost = 512 << 10
+
 // attributes reads the user.* attributes of an open file or directory.
 func (p *packer) attributes(f *os.File, e *archive.Entry) {
 	if p.plan != nil {
@@ -349,6 +383,7 @@ func (p *packer) attributes(f *os.File, e *archive.Entry) {
 		p.find(e.Name, "xattr", err.Error())
 		return
 	}
+	room := xattrMost
 	for attr := range strings.SplitSeq(string(list[:size]), "\x00") {
 		if !strings.HasPrefix(attr, "user.") {
 			continue // what the system or its labels made is not the state's
@@ -363,6 +398,10 @@ func (p *packer) attributes(f *os.File, e *archive.Entry) {
 			p.find(e.Name, "xattr", attr+": "+err.Error())
 			continue
 		}
+		if room -= len(attr) + n; room < 0 {
+			p.find(e.Name, "xattr", attr+": too much with the others")
+			continue
+		}
 		if e.Xattrs == nil {
 			e.Xattrs = map[string]string{}
 		}
@@ -373,6 +412,9 @@ func (p *packer) attributes(f *os.File, e *archive.Entry) {
 func (p *packer) symlink(dir int, base, name string, st *unix.Stat_t) error {
 	buf := make([]byte, 4097) // more than PATH_MAX
 	n, err := unix.Readlinkat(dir, base, buf)
+	if errors.Is(err, unix.EINVAL) || p.out != nil && p.out.Has(name) {
+		err = errReplaced // no link any more; or it was a directory in the first walk
+	}
 	if err != nil {
 		return p.lost(name, err)
 	}
@@ -393,23 +435,22 @@ func (p *packer) file(dir *os.File, base, name string, skip map[string]bool) err
 		return p.lost(name, err)
 	}
 	defer func() { _ = f.Close() }()
-	if st.Mode&unix.S_IFMT != unix.S_IFREG {
-		p.find(name, "vanished", "it became something else")
-		return nil
-	}
-	id := inode{st.Dev, st.Ino}
-	first, again := p.files[id]
-	if again && p.out != nil {
-		e := p.entry(name, archive.Link, st)
-		e.Target = first
-		return p.out.Link(e)
+	if st.Mode&unix.S_IFMT != unix.S_IFREG || p.out != nil && p.out.Has(name) {
+		return p.lost(name, errReplaced)
 	}
 	if st.Nlink > 1 {
+		id := inodeOf(f, st)
+		first, again := p.files[id]
+		if again && p.out != nil {
+			e := p.entry(name, archive.Link, st)
+			e.Target = first
+			return p.out.Link(e)
+		}
+		if again {
+			p.count(name, 0)
+			return nil
+		}
 		p.files[id] = name
-	}
-	if again {
-		p.count(name, 0)
-		return nil
 	}
 	if p.out == nil {
 		p.count(name, st.Size)

@@ -10,6 +10,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"syscall"
 
 	"github.com/klauspost/compress/gzip"
@@ -50,7 +51,10 @@ func Unpack(ctx context.Context, l layout.Layout, size int64, freshLogins bool, 
 		options.Drop = func(name string) bool {
 			for _, login := range logins() {
 				if login.file == name {
-					dropped = append(dropped, wire.Printable("/"+name))
+					// Asked again for what is below it or leads to it.
+					if path := wire.Printable("/" + name); !slices.Contains(dropped, path) {
+						dropped = append(dropped, path)
+					}
 					return true
 				}
 			}
@@ -70,7 +74,12 @@ func Unpack(ctx context.Context, l layout.Layout, size int64, freshLogins bool, 
 	if err != nil {
 		return wire.StateResult{}, err
 	}
-	if _, err := source.Peek(1); err != io.EOF {
+	if err := context.Cause(ctx); err != nil {
+		return wire.StateResult{}, err
+	}
+	if _, err := source.Peek(1); err != nil && err != io.EOF {
+		return wire.StateResult{}, fmt.Errorf("read the stream: %w", err)
+	} else if err == nil {
 		return wire.StateResult{}, fmt.Errorf("%w: something follows the gzip stream", archive.ErrUnsafe)
 	}
 	if err := extractor.Finish(); err != nil {
