@@ -345,19 +345,12 @@ func verify(ctx context.Context, r *run) error {
 		return errors.New("missing or broken: " + strings.Join(bad, ", "))
 	}
 	r.versions = s.manifest()
-	if r.l.Real() {
-		if err := remember(r.l, s); err != nil {
-			r.note("%v", err) // the next doctor runs them all
-		}
-	}
 	r.note("all there: %d tools, in %s", len(s.tools), strings.Join(s.envs, ", "))
 	return nil
 }
 
 // Checks asks every required tool for its version, by name, as the agent, in
-// login, non-login, tmux and service environments. A tool that told it to the
-// verification of a moment ago, and of which no file has changed since, is
-// looked for in all of them, but not run again.
+// login, non-login, tmux and service environments.
 func Checks(ctx context.Context, l layout.Layout) []wire.Check {
 	settings, err := l.ReadSettings()
 	if err != nil {
@@ -368,7 +361,7 @@ func Checks(ctx context.Context, l layout.Layout) []wire.Check {
 	}
 	ctx, cancel := context.WithTimeout(ctx, 12*time.Minute)
 	defer cancel()
-	return look(ctx, l, settings, recall(l), io.Discard).checks("box repair " + settings.BoxName)
+	return look(ctx, l, settings, nil, io.Discard).checks("box repair " + settings.BoxName)
 }
 
 // Versions collects the versions of the tools. HB is left to the caller.
