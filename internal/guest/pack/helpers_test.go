@@ -1,6 +1,7 @@
 package pack
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"crypto/sha256"
@@ -9,6 +10,7 @@ import (
 	"io"
 	"io/fs"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -23,7 +25,11 @@ import (
 	"hermes-box-lite/internal/wire"
 )
 
-const writerVerb = "write-rows"
+// What the test's own binary can be asked for.
+const (
+	writerVerb = "write-rows"
+	holderVerb = "hold-database"
+)
 
 // TestMain lets the test's own binary be the helper that pack runs, and the
 // program that is writing into a database.
@@ -34,6 +40,8 @@ func TestMain(m *testing.M) {
 		err = Snapshot(context.Background(), os.Args[2], os.Args[3])
 	case len(os.Args) == 3 && os.Args[1] == writerVerb:
 		err = writeRows(os.Args[2])
+	case len(os.Args) > 2 && os.Args[1] == holderVerb:
+		err = holdDatabase(os.Args[2], os.Args[3:])
 	default:
 		os.Exit(m.Run())
 	}
@@ -60,6 +68,58 @@ func writeRows(path string) error {
 		if _, err := fmt.Println(n); err != nil {
 			return nil // nobody listens any more
 		}
+		time.Sleep(time.Millisecond) // or else it grows beyond what a test should copy
+	}
+}
+
+// holdDatabase has a database open, with these statements done, until its
+// standard input ends. A process of its own: whoever closes a file gives up the
+// locks that his process has on it (fcntl(2)).
+func holdDatabase(path string, statements []string) error {
+	db, err := sql.Open("sqlite", databaseURI(path))
+	if err != nil {
+		return err
+	}
+	db.SetMaxOpenConns(1)
+	for _, s := range statements {
+		if _, err := db.Exec(s); err != nil {
+			return fmt.Errorf("%s: %w", s, err)
+		}
+	}
+	fmt.Println("ready")
+	_, err = io.Copy(io.Discard, os.Stdin)
+	return err
+}
+
+// held is holdDatabase until the test's end.
+func held(t testing.TB, path string, statements ...string) {
+	t.Helper()
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(self, append([]string{holderVerb, path}, statements...)...)
+	cmd.Stderr = os.Stderr
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = in.Close()
+		_ = cmd.Wait() // how it ends is nobody's business
+	})
+	if line, err := bufio.NewReader(out).ReadString('\n'); err != nil || line != "ready\n" {
+		t.Fatalf("%q, %v", line, err)
 	}
 }
 

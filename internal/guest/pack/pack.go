@@ -224,7 +224,7 @@ func (p *packer) directory(dir *os.File, name string, st *unix.Stat_t, only []st
 	}
 	slices.Sort(names)
 	names = slices.Compact(names) // what is renamed meanwhile may be listed twice
-	skip := map[string]bool{} // sidecars of databases that were captured
+	skip := map[string]bool{}     // sidecars of databases that were captured
 	for _, base := range names {
 		child := name + "/" + base
 		if skip[base] || p.whole[child] {

@@ -117,21 +117,20 @@ func (l *limitedBuilder) Write(p []byte) (int, error) {
 
 // Snapshot copies the database at from into the empty file to and removes the
 // latter's name before it holds anything. It runs as the database's owner.
+//
+// A save changes nothing. A connection that can write would: as the last one it
+// empties the write-ahead log when it closes, it rolls back what a crash has
+// left, and it removes the log of what is no database at all. One that can only
+// read leaves an empty log and its shared memory behind where there is no log.
+// So what lies beside the database decides.
 func Snapshot(ctx context.Context, from, to string) error {
-	// Read-only, so that nothing of the state changes: the last connection
-	// that can write empties the write-ahead log when it closes. A log left by
-	// a crash may need a connection that can write.
-	err := copyDatabase(ctx, from, to, "ro")
-	if err == nil {
-		return nil
+	mode := "rw"
+	for _, suffix := range sidecars() {
+		if _, err := os.Lstat(from + suffix); !errors.Is(err, os.ErrNotExist) {
+			mode = "ro"
+		}
 	}
-	if _, statErr := os.Lstat(to); statErr != nil {
-		return err // its name is gone: it was begun
-	}
-	if rwErr := copyDatabase(ctx, from, to, "rw"); rwErr != nil {
-		return rwErr
-	}
-	return nil
+	return copyDatabase(ctx, from, to, mode)
 }
 
 func copyDatabase(ctx context.Context, from, to, mode string) error {
