@@ -33,7 +33,7 @@ func newGPG(t *testing.T) gnupg {
 		t.Skip("gpg is not installed: ", err)
 	}
 	// Not below the test's own directory: the agent's socket needs a short path.
-	home, err := os.MkdirTemp("", "gpg")
+	home, err := os.MkdirTemp("", "gpg") //nolint:usetesting // see above
 	if err != nil {
 		t.Fatal(err)
 	}

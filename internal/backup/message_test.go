@@ -74,7 +74,7 @@ func TestWrongPassphrase(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer none.Close()
+	defer func() { _ = none.Close() }()
 	if _, err := none.Verify(context.Background(), nil); err == nil || errors.Is(err, ErrAuth) {
 		t.Errorf("no passphrase at all: %v", err)
 	}
@@ -89,7 +89,7 @@ func TestDamage(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer f.Close()
+	defer func() { _ = f.Close() }()
 	set := func(data []byte) {
 		t.Helper()
 		_, err := f.WriteAt(data, 0)

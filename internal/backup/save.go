@@ -31,6 +31,8 @@ type SaveOptions struct {
 	// name, whether it is what the source meant to write.
 	Accept   func(Report) error
 	Verified Progress // of the reading back
+	// Publish, when it is not nil, is given the giving of the name to do.
+	Publish func(publish func() error) error
 
 	cost int // of a guess at the passphrase, see s2kCount; 0: what it is for archives
 }
@@ -72,7 +74,13 @@ func Save(ctx context.Context, o SaveOptions) (report Report, err error) {
 	if err := context.Cause(ctx); err != nil {
 		return Report{}, err
 	}
-	if err := publish(partial.Name(), o.Path); err != nil {
+	give := func() error { return publish(partial.Name(), o.Path) }
+	if o.Publish != nil {
+		err = o.Publish(give)
+	} else {
+		err = give()
+	}
+	if err != nil {
 		return Report{}, err
 	}
 	return report, nil

@@ -487,7 +487,8 @@ func (p *packer) content(f *os.File, st *unix.Stat_t, e archive.Entry) error {
 // database packs a consistent copy. When there can be none, the file and what
 // lies beside it travel as they are.
 func (p *packer) database(f *os.File, st *unix.Stat_t, e archive.Entry, base string, skip map[string]bool) error {
-	copied, err := snapshot(p.ctx, p.layout, p.layout.Path("/"+e.Name), st.Uid, st.Gid)
+	uid, gid := snapshotUser(e.Name, st)
+	copied, err := snapshot(p.ctx, p.layout, p.layout.Path("/"+e.Name), uid, gid)
 	if err != nil {
 		if cause := context.Cause(p.ctx); cause != nil {
 			return cause

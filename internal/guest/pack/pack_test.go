@@ -423,7 +423,7 @@ func TestChanging(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer f.Close()
+	defer func() { _ = f.Close() }()
 	for name, size := range map[string]int64{"shorter": 100, "longer": 5000} {
 		if err := os.Truncate(at, size); err != nil {
 			t.Fatal(err)

@@ -13,6 +13,7 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/sys/unix"
 	"modernc.org/sqlite"
 
 	"hermes-box-lite/internal/guest/layout"
@@ -50,8 +51,17 @@ func removeStaleSnapshots(l layout.Layout) {
 	}
 }
 
-// snapshot copies the database at path through SQLite's online backup, as its
-// owner, into a file of mode 0600 that has no name once it holds anything.
+// snapshotUser is who opens a database: its owner, but never root where the
+// agent can put a link in the place of the database or of what lies beside it.
+func snapshotUser(name string, st *unix.Stat_t) (uid, gid uint32) {
+	if st.Uid == 0 && strings.HasPrefix(name, homeEntry+"/") {
+		return layout.AgentUID, layout.AgentGID
+	}
+	return st.Uid, st.Gid
+}
+
+// snapshot copies the database at path through SQLite's online backup, as that
+// user, into a file of mode 0600 that has no name once it holds anything.
 // The caller closes the file, with which it is gone.
 func snapshot(ctx context.Context, l layout.Layout, path string, uid, gid uint32) (_ *os.File, err error) {
 	if err := os.MkdirAll(snapshotDir(l), 0o1777); err != nil {

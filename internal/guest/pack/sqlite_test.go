@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sys/unix"
 
 	"hermes-box-lite/internal/guest/layout"
 )
@@ -404,5 +405,23 @@ func TestSnapshotSpeaks(t *testing.T) {
 	found := pack(t, l).findings("database")[homeEntry+"/workspace/x.db"]
 	if !strings.HasPrefix(found, "copied as it is: ") || !strings.Contains(found, "not a database") {
 		t.Errorf("found %q", fmt.Sprint(found))
+	}
+}
+
+func TestSnapshotUser(t *testing.T) {
+	for _, c := range []struct {
+		name     string
+		uid, gid uint32
+		want     [2]uint32
+	}{
+		{homeEntry + "/x.db", 1001, 1001, [2]uint32{1001, 1001}},
+		{homeEntry + "/x.db", 0, 0, [2]uint32{1001, 1001}},
+		{homeEntry + "/x.db", 33, 34, [2]uint32{33, 34}},
+		{"data/x.db", 0, 0, [2]uint32{0, 0}},
+	} {
+		uid, gid := snapshotUser(c.name, &unix.Stat_t{Uid: c.uid, Gid: c.gid})
+		if got := [2]uint32{uid, gid}; got != c.want {
+			t.Errorf("%s of %d: %v", c.name, c.uid, got)
+		}
 	}
 }

@@ -122,7 +122,7 @@ func TestUnpackRefuses(t *testing.T) {
 		"broken at end": {io.MultiReader(bytes.NewReader(good), iotest.ErrReader(broken)), broken},
 	} {
 		_, err := Unpack(context.Background(), newBox(t), 0, false, c.r)
-		if err == nil || c.want != nil && !errors.Is(err, c.want) || c.want == broken && errors.Is(err, archive.ErrUnsafe) {
+		if err == nil || c.want != nil && !errors.Is(err, c.want) || strings.HasPrefix(name, "broken") && errors.Is(err, archive.ErrUnsafe) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
