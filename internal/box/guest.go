@@ -21,9 +21,14 @@ import (
 
 // guest talks to hb in one machine. All it reads is bounded and escaped.
 type guest struct {
-	drv  vm.Driver
-	name string
-	log  io.Writer // the transcript; nil: none
+	drv    vm.Driver
+	name   string
+	log    io.Writer // the transcript; nil: none
+	limits Deadlines
+}
+
+func (m *Manager) guest(drv vm.Driver, name string, log io.Writer) guest {
+	return guest{drv, name, log, m.opts.Deadlines}
 }
 
 // GuestError is hb's own word of what went wrong inside the box.
@@ -37,25 +42,25 @@ func (e *GuestError) Error() string { return e.Text }
 // Hint returns hb's hint.
 func (e *GuestError) Hint() string { return e.Fix }
 
-// bounded keeps the first bytes of a stream.
-type bounded struct {
+// capture keeps the first bytes of a stream.
+type capture struct {
 	buf  bytes.Buffer
 	over bool
 }
 
-func (b *bounded) Write(p []byte) (int, error) {
-	if room := wire.MaxDocument - b.buf.Len(); room < len(p) {
-		b.over = true
-		b.buf.Write(p[:room])
+func (c *capture) Write(p []byte) (int, error) {
+	if room := wire.MaxDocument - c.buf.Len(); room < len(p) {
+		c.over = true
+		c.buf.Write(p[:room])
 	} else {
-		b.buf.Write(p)
+		c.buf.Write(p)
 	}
 	return len(p), nil
 }
 
 // call runs `hb args...` and returns its exit code and output.
 func (g guest) call(ctx context.Context, stdin io.Reader, args ...string) (int, []byte, error) {
-	var out, errOut bounded
+	var out, errOut capture
 	stderr := io.Writer(&errOut)
 	if g.log != nil {
 		stderr = io.MultiWriter(&errOut, g.log)
@@ -86,14 +91,20 @@ func lastWords(stderr []byte, code int) string {
 	return fmt.Sprintf("exit code %d", code)
 }
 
+// runLimit is enough for whatever has no deadline of its own.
+const runLimit = 15 * time.Minute
+
 // run is call for a verb without an answer.
 func (g guest) run(ctx context.Context, args ...string) error {
+	limit := g.limits.guest(runLimit)
+	ctx, cancel := context.WithTimeoutCause(ctx, limit, fmt.Errorf("it did not end within %s", limit))
+	defer cancel()
 	_, _, err := g.call(ctx, nil, args...)
 	return err
 }
 
 func (g guest) hello(ctx context.Context) (wire.Hello, error) {
-	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	ctx, cancel := context.WithTimeout(ctx, g.limits.guest(time.Minute))
 	defer cancel()
 	_, out, err := g.call(ctx, nil, "hello")
 	if err != nil {
@@ -111,7 +122,7 @@ func (g guest) hello(ctx context.Context) (wire.Hello, error) {
 
 // ready waits until Executor is healthy, or is not to run.
 func (g guest) ready(ctx context.Context) error {
-	ctx, cancel := context.WithTimeoutCause(ctx, 10*time.Minute, errors.New("the box was not ready within 10 minutes"))
+	ctx, cancel := context.WithTimeoutCause(ctx, g.limits.guest(10*time.Minute), errors.New("the box was not ready within 10 minutes"))
 	defer cancel()
 	return g.run(ctx, "ready")
 }
@@ -120,7 +131,7 @@ var secretPattern = regexp.MustCompile(`^[0-9a-f]{64}$`)
 
 // secret fetches a token or ticket; the verb is "token" or "ticket".
 func (g guest) secret(ctx context.Context, args ...string) (string, error) {
-	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	ctx, cancel := context.WithTimeout(ctx, g.limits.guest(time.Minute))
 	defer cancel()
 	_, out, err := g.call(ctx, nil, args...)
 	if err != nil {
@@ -148,14 +159,14 @@ trap - EXIT`
 
 // installHB brings hb in the box to this version and waits for its supervisor.
 func (m *Manager) installHB(ctx context.Context, g guest) error {
-	ctx, cancel := context.WithTimeoutCause(ctx, 10*time.Minute, errors.New("hb did not come up within 10 minutes"))
+	ctx, cancel := context.WithTimeoutCause(ctx, g.limits.guest(10*time.Minute), errors.New("hb did not come up within 10 minutes"))
 	defer cancel()
 	if h, err := g.hello(ctx); err != nil || h.Version != m.opts.Version {
 		binary, err := m.opts.HB()
 		if err != nil {
 			return err
 		}
-		var errOut bounded
+		var errOut capture
 		code, err := g.drv.Exec(ctx, g.name, vm.Command{
 			Argv:  []string{"/bin/sh", "-c", installScript, "sh", fmt.Sprint(len(binary))},
 			Stdin: bytes.NewReader(binary), Stderr: &errOut,

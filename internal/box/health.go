@@ -61,7 +61,7 @@ func isolationCheck(machine vm.Machine) wire.Check {
 }
 
 func (m *Manager) examineInside(ctx context.Context, drv vm.Driver, rec Record) (checks []wire.Check, paused bool) {
-	g := guest{drv: drv, name: rec.Name}
+	g := m.guest(drv, rec.Name, nil)
 	repair := "box repair " + rec.Name
 	skew, hello, err := m.clockSkew(ctx, g)
 	if err != nil {
@@ -72,7 +72,7 @@ func (m *Manager) examineInside(ctx context.Context, drv vm.Driver, rec Record) 
 		c.Status, c.Summary, c.Fix = wire.Info, fmt.Sprintf("hb is version %s, box is %s", wire.Printable(hello.Version), m.opts.Version), repair
 	}
 	checks = append(checks, c, clockCheck(rec.Name, skew))
-	ctx, cancel := context.WithTimeout(ctx, doctorLimit)
+	ctx, cancel := context.WithTimeout(ctx, m.opts.Deadlines.guest(doctorLimit))
 	defer cancel()
 	code, out, err := g.call(ctx, nil, "doctor", "--json")
 	var report wire.Report
@@ -132,7 +132,7 @@ func doorAddr(rec Record) string {
 // probeDoor speaks with the box's door through the host's port. The door
 // proves that it is this box's before it is given a credential.
 func (m *Manager) probeDoor(ctx context.Context, drv vm.Driver, rec Record) (string, error) {
-	token, err := guest{drv: drv, name: rec.Name}.secret(ctx, "token", "agent")
+	token, err := m.guest(drv, rec.Name, nil).secret(ctx, "token", "agent")
 	if err != nil {
 		return "", err
 	}
@@ -159,7 +159,7 @@ func (m *Manager) OpenURL(ctx context.Context, rec Record, host string) (string,
 	if err != nil {
 		return "", err
 	}
-	g := guest{drv: drv, name: rec.Name}
+	g := m.guest(drv, rec.Name, nil)
 	hello, err := g.hello(ctx)
 	if err != nil {
 		return "", err
@@ -208,7 +208,7 @@ func (m *Manager) Running(ctx context.Context, name string) (Record, error) {
 		}
 		if machine.OwnerID == rec.OwnerID && machine.State == vm.Running && !starting {
 			// A wrong clock is no reason to keep anybody out; the doctor tells.
-			_ = m.syncClock(ctx, guest{drv: drv, name: name}, machine.Isolation)
+			_ = m.syncClock(ctx, m.guest(drv, name, nil), machine.Isolation)
 			return rec, nil
 		}
 		// Somebody else may be starting it: that is what is wanted here, too.

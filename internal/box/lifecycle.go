@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -26,13 +27,13 @@ func (m *Manager) Start(ctx context.Context, name string) (err error) {
 	if err != nil {
 		return err
 	}
-	if err := mu.enter("start"); err != nil {
+	if err := mu.enter(ctx, "start"); err != nil {
 		return err
 	}
 	if err := m.startMachine(ctx, drv, mu.rec, mu.log); err != nil {
 		return err
 	}
-	return mu.complete()
+	return mu.complete(ctx)
 }
 
 // startMachine is idempotent.
@@ -40,9 +41,9 @@ func (m *Manager) startMachine(ctx context.Context, drv vm.Driver, rec Record, l
 	if err := boot(ctx, drv, rec); err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeoutCause(ctx, 5*time.Minute, errors.New("the supervisor did not answer within 5 minutes"))
+	ctx, cancel := context.WithTimeoutCause(ctx, m.opts.Deadlines.guest(5*time.Minute), errors.New("the supervisor did not answer within 5 minutes"))
 	defer cancel()
-	g := guest{drv: drv, name: rec.Name, log: log}
+	g := m.guest(drv, rec.Name, log)
 	if err := m.awaitSupervisor(ctx, g); err != nil {
 		return err
 	}
@@ -105,15 +106,15 @@ func (m *Manager) Stop(ctx context.Context, name string) (err error) {
 		return err
 	}
 	if machine.State == vm.Stopped {
-		return mu.complete() // also for a stop that was interrupted
+		return mu.complete(ctx) // also for a stop that was interrupted
 	}
-	if err := mu.enter("stop"); err != nil {
+	if err := mu.enter(ctx, "stop"); err != nil {
 		return err
 	}
 	if err := m.stopMachine(ctx, mu, drv); err != nil {
 		return err
 	}
-	return mu.complete()
+	return mu.complete(ctx)
 }
 
 // stopMachine stops a machine, its services first if they can be asked.
@@ -123,8 +124,8 @@ func (m *Manager) stopMachine(ctx context.Context, mu *mutation, drv vm.Driver) 
 		return err
 	}
 	if machine.State == vm.Running {
-		shutdown, cancel := context.WithTimeout(ctx, time.Minute)
-		if err := (guest{drv: drv, name: mu.rec.Name, log: mu.log}).run(shutdown, "shutdown"); err != nil {
+		shutdown, cancel := context.WithTimeout(ctx, m.opts.Deadlines.guest(time.Minute))
+		if err := m.guest(drv, mu.rec.Name, mu.log).run(shutdown, "shutdown"); err != nil {
 			mu.log.line("hb shutdown: %v", err) // the engine stops the machine all the same
 		}
 		cancel()
@@ -140,21 +141,24 @@ func (m *Manager) Repair(ctx context.Context, name string) (report wire.Report, 
 		return wire.Report{}, err
 	}
 	defer func() { err = mu.end(err) }()
-	if mu.rec.Phase == Creating && mu.rec.Operation != nil && mu.rec.Operation.Verb == "new" {
-		mu.note("`box new` was interrupted; finishing it")
+	if mu.rec.Source != "" {
+		return wire.Report{}, &GuestError{Text: "the state of " + mu.rec.Source + " is not in the box, and only a new load puts it there", Fix: finisher(mu.rec)}
+	}
+	if mu.rec.Phase == Creating {
+		mu.note("`box " + verbOf(mu.rec) + "` was interrupted; finishing it")
 	}
 	drv, err := m.usable(ctx, mu.rec)
 	if err != nil {
 		return wire.Report{}, err
 	}
-	if err := mu.enter("start"); err != nil {
+	if err := mu.enter(ctx, "start"); err != nil {
 		return wire.Report{}, err
 	}
 	if err := boot(ctx, drv, mu.rec); err != nil {
 		return wire.Report{}, err
 	}
-	g := guest{drv: drv, name: name, log: mu.log}
-	if err := mu.enter("install hb"); err != nil {
+	g := m.guest(drv, name, mu.log)
+	if err := mu.enter(ctx, "install hb"); err != nil {
 		return wire.Report{}, err
 	}
 	if err := m.installHB(ctx, g); err != nil {
@@ -178,7 +182,7 @@ func (m *Manager) Repair(ctx context.Context, name string) (report wire.Report, 
 		return report, err
 	}
 	mu.rec.Phase = Ready
-	return report, mu.complete()
+	return report, mu.complete(ctx)
 }
 
 // notApplied names the settings that only new and load apply.
@@ -207,7 +211,7 @@ func (m *Manager) Remove(ctx context.Context, name string) (err error) {
 	if err != nil {
 		return &CleanupError{Name: name, Driver: mu.rec.Driver, Err: err}
 	}
-	if err := mu.enter("remove"); err != nil {
+	if err := mu.enter(ctx, "remove"); err != nil {
 		return err
 	}
 	return m.dispose(ctx, drv, mu.rec)
@@ -350,11 +354,51 @@ func (m *Manager) statusOf(rec Record, machine vm.Machine, known bool, listErr e
 		s.Note = "busy: box " + op.Verb + ": " + op.Step
 	case rec.Phase == Creating:
 		s.State = "interrupted"
-		s.Note = fmt.Sprintf("interrupted while `box %s`: `box repair %s` finishes it, `box rm %s` removes it", verbOf(rec), rec.Name, rec.Name)
+		s.Note = interruptedCreation(rec, listErr == nil && !known)
 	case op != nil && s.Note == "":
-		s.Note = fmt.Sprintf("interrupted while `box %s` (%s): run `box %s %s` again", op.Verb, op.Step, op.Verb, rec.Name)
+		again := op.Verb
+		if again == "load" {
+			again = "repair" // the state is in
+		}
+		s.Note = fmt.Sprintf("interrupted while `box %s` (%s): run `box %s %s` again", op.Verb, op.Step, again, rec.Name)
+		if again != op.Verb {
+			s.Note = fmt.Sprintf("interrupted while `box %s` (%s): `box %s %s` finishes it", op.Verb, op.Step, again, rec.Name)
+		}
 	}
 	return s, true
+}
+
+// interruptedCreation explains a box that never was ready; gone: certainly it
+// has no machine.
+func interruptedCreation(rec Record, gone bool) string {
+	verb, remove := verbOf(rec), "`box rm "+rec.Name+"`"
+	switch {
+	case verb == "rm":
+		return "interrupted while `box rm`: run " + remove + " again"
+	case rec.Source != "":
+		return fmt.Sprintf("interrupted while `box load`: `%s` begins again, %s removes what is there", finisher(rec), remove)
+	case gone:
+		return fmt.Sprintf("interrupted while `box %s`, and its machine is gone: `box new %s` begins again, %s forgets it", verb, rec.Name, remove)
+	}
+	return fmt.Sprintf("interrupted while `box %s`: `%s` finishes it, %s removes it", verb, finisher(rec), remove)
+}
+
+// finisher is the command that takes a box to health that was never ready.
+func finisher(rec Record) string {
+	if rec.Source != "" {
+		return "box load " + shellWord(rec.Source) + " " + rec.Name
+	}
+	return "box repair " + rec.Name
+}
+
+var plainWord = regexp.MustCompile(`^[A-Za-z0-9@%_+=:,./-]+$`)
+
+// shellWord quotes a path for a shell.
+func shellWord(s string) string {
+	if plainWord.MatchString(s) {
+		return s
+	}
+	return "'" + strings.ReplaceAll(s, "'", `'\''`) + "'"
 }
 
 // settled reads a record and its lock so that they belong together: a

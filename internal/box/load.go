@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strconv"
@@ -39,7 +40,7 @@ func (m *Manager) Load(ctx context.Context, path, name string, o LoadOptions) (r
 	if old, err := m.registry.get(name); err == nil && old.Phase != Creating {
 		return wire.Report{}, fmt.Errorf("box %s %w", name, ErrExists) // no need to read the archive for that
 	}
-	if err := mu.enter("verify the archive"); err != nil {
+	if err := mu.enter(ctx, "verify the archive"); err != nil {
 		return wire.Report{}, err
 	}
 	a, found, err := m.openArchive(ctx, path, o.Passphrase)
@@ -64,7 +65,10 @@ func (m *Manager) Load(ctx context.Context, path, name string, o LoadOptions) (r
 	}
 	mu.rec = m.newRecord(name, loaded.Lineage, drv, base)
 	mu.rec.Loaded, mu.rec.Logins = true, loaded.Logins
-	g := guest{drv: drv, name: name, log: mu.log}
+	if mu.rec.Source, err = filepath.Abs(path); err != nil {
+		return wire.Report{}, err
+	}
+	g := m.guest(drv, name, mu.log)
 	if err := m.fill(ctx, mu, drv, base, g, a, found, o); err != nil {
 		return wire.Report{}, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
 	}
@@ -77,7 +81,7 @@ func (m *Manager) Load(ctx context.Context, path, name string, o LoadOptions) (r
 		}
 		return report, err
 	}
-	return report, mu.complete()
+	return report, mu.complete(ctx)
 }
 
 // origin is what a record says of where a loaded state comes from.
@@ -178,7 +182,7 @@ func (m *Manager) fill(ctx context.Context, mu *mutation, drv vm.Driver, base vm
 	if err := m.create(ctx, mu, drv, base); err != nil {
 		return err
 	}
-	if err := mu.enter("install hb"); err != nil {
+	if err := mu.enter(ctx, "install hb"); err != nil {
 		return err
 	}
 	if err := m.installHB(ctx, g); err != nil {
@@ -190,7 +194,7 @@ func (m *Manager) fill(ctx context.Context, mu *mutation, drv vm.Driver, base vm
 	if err := m.provision(ctx, mu, g, false); err != nil {
 		return err
 	}
-	if err := mu.enter("restore"); err != nil {
+	if err := mu.enter(ctx, "restore"); err != nil {
 		return err
 	}
 	restored, err := m.restore(ctx, mu, g, a, found, o)

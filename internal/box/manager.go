@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strings"
 	"time"
 
 	"hermes-box-lite/internal/config"
@@ -41,22 +42,9 @@ type Options struct {
 	Now    func() time.Time
 	// Deadlines are the built-in ones where they are zero.
 	Deadlines Deadlines
-}
-
-// Deadlines bound the waiting for an engine, which may hang.
-type Deadlines struct {
-	List    time.Duration // of `box ls`
-	Cleanup time.Duration // of what is done after the user has given up waiting
-}
-
-func (d Deadlines) withDefaults() Deadlines {
-	if d.List == 0 {
-		d.List = 15 * time.Second
-	}
-	if d.Cleanup == 0 {
-		d.Cleanup = 2 * time.Minute
-	}
-	return d
+	// Step, when it is not nil, is given each durable step of a mutation to do;
+	// for tests, which interrupt between two of them.
+	Step func(ctx context.Context, point string, work func() error) error
 }
 
 // Manager runs the life of boxes.
@@ -70,6 +58,7 @@ type Manager struct {
 // NewManager returns a Manager; it touches nothing yet.
 func NewManager(o Options) *Manager {
 	o.Deadlines = o.Deadlines.withDefaults()
+	o.Driver = boundedDrivers(o.Driver, o.Deadlines)
 	return &Manager{home: o.Home, registry: registry{o.Home}, config: o.Config, opts: o}
 }
 
@@ -154,19 +143,38 @@ func (m *Manager) beginExisting(name, verb string) (*mutation, error) {
 	return mu, nil
 }
 
-// enter records the next step, durably, before it is taken.
-func (mu *mutation) enter(step string) error {
+// durable does one durable step of a mutation.
+func (m *Manager) durable(ctx context.Context, point string, work func() error) error {
+	if m.opts.Step == nil {
+		return work()
+	}
+	return m.opts.Step(ctx, point, work)
+}
+
+// enter records the next step, durably, before it is taken. No step begins
+// after a signal.
+func (mu *mutation) enter(ctx context.Context, step string) error {
 	mu.step = step
 	mu.m.opts.Report.Step(step)
 	mu.log.line("step %s", step)
-	if mu.rec.OwnerID == "" {
-		return nil // nothing to attribute yet
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
 	}
-	if mu.began.IsZero() {
-		mu.began = mu.m.opts.Now().UTC()
-	}
-	mu.rec.Operation = &Operation{Verb: mu.verb, Step: step, Started: mu.began}
-	return mu.m.registry.put(mu.rec)
+	return mu.durable(ctx, step, func() error {
+		if mu.rec.OwnerID == "" {
+			return nil // nothing to attribute yet
+		}
+		if mu.began.IsZero() {
+			mu.began = mu.m.opts.Now().UTC()
+		}
+		mu.rec.Operation = &Operation{Verb: mu.verb, Step: step, Started: mu.began}
+		return mu.m.registry.put(mu.rec)
+	})
+}
+
+// durable does a step of this mutation's own.
+func (mu *mutation) durable(ctx context.Context, step string, work func() error) error {
+	return mu.m.durable(ctx, "step."+mu.verb+"."+strings.ReplaceAll(step, " ", "-"), work)
 }
 
 func (mu *mutation) note(text string) {
@@ -181,12 +189,12 @@ func (mu *mutation) warn(text string) {
 
 // complete clears the journal: the mutation reached its end. Starting and
 // stopping do not heal what another verb left half done, so its trace stays.
-func (mu *mutation) complete() error {
+func (mu *mutation) complete(ctx context.Context) error {
 	mu.rec.Operation = nil
 	if was := mu.earlier; was != nil && trivial(mu.verb) && !trivial(was.Verb) {
 		mu.rec.Operation = was
 	}
-	return mu.m.registry.put(mu.rec)
+	return mu.durable(ctx, "complete", func() error { return mu.m.registry.put(mu.rec) })
 }
 
 // trivial verbs only move a box between running and stopped.
@@ -232,7 +240,7 @@ func (m *Manager) dispose(ctx context.Context, drv vm.Driver, rec Record) error 
 	if err != nil {
 		return &CleanupError{Name: rec.Name, Driver: rec.Driver, Err: err}
 	}
-	return m.registry.remove(rec.Name)
+	return m.durable(ctx, "step.forget", func() error { return m.registry.remove(rec.Name) })
 }
 
 func verifiedAbsent(ctx context.Context, drv vm.Driver, name string) error {

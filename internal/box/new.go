@@ -32,7 +32,7 @@ func (m *Manager) New(ctx context.Context, name string, o NewOptions) (report wi
 	mu.rec.Name = name
 	defer func() { err = mu.end(err) }()
 
-	if err := mu.enter("check"); err != nil {
+	if err := mu.enter(ctx, "check"); err != nil {
 		return wire.Report{}, err
 	}
 	if err := m.clearTheWay(ctx, mu); err != nil {
@@ -51,7 +51,10 @@ func (m *Manager) New(ctx context.Context, name string, o NewOptions) (report wi
 		return report, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
 	}
 	mu.ready(ctx, drv)
-	return report, mu.complete()
+	if err := mu.complete(ctx); err != nil {
+		return report, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
+	}
+	return report, nil
 }
 
 // prepare does what can be done before anything of a new box exists.
@@ -66,7 +69,7 @@ func (m *Manager) prepare(ctx context.Context, mu *mutation) (vm.Driver, vm.Base
 	if err := absent(ctx, drv, mu.rec.Name); err != nil {
 		return nil, vm.Base{}, err
 	}
-	if err := mu.enter("base"); err != nil {
+	if err := mu.enter(ctx, "base"); err != nil {
 		return nil, vm.Base{}, err
 	}
 	base, err := m.opts.Base(ctx, m.config.BaseImage, mu.note)
@@ -86,7 +89,7 @@ func (mu *mutation) ready(ctx context.Context, drv vm.Driver) {
 	if machine, err := drv.Inspect(ctx, mu.rec.Name); err == nil {
 		mu.rec.Isolation = string(machine.Isolation)
 	}
-	mu.rec.Phase = Ready
+	mu.rec.Phase, mu.rec.Source = Ready, ""
 }
 
 // clearTheWay removes what an interrupted `new` of the same name left behind:
@@ -141,7 +144,7 @@ func (m *Manager) create(ctx context.Context, mu *mutation, drv vm.Driver, base 
 		if err := m.record(ctx, mu, taken); err != nil {
 			return err
 		}
-		if err := mu.enter("create"); err != nil {
+		if err := mu.enter(ctx, "create"); err != nil {
 			return err
 		}
 		machine, err := drv.Create(ctx, vm.Spec{
@@ -152,7 +155,7 @@ func (m *Manager) create(ctx context.Context, mu *mutation, drv vm.Driver, base 
 		})
 		if err == nil {
 			mu.rec.Isolation = string(machine.Isolation)
-			if err := mu.enter("start"); err != nil {
+			if err := mu.enter(ctx, "start"); err != nil {
 				return err
 			}
 			err = drv.Start(ctx, mu.rec.Name)
@@ -172,7 +175,7 @@ func (m *Manager) create(ctx context.Context, mu *mutation, drv vm.Driver, base 
 
 // record writes the owner id, with a port if the box is to be exposed.
 func (m *Manager) record(ctx context.Context, mu *mutation, taken map[int]bool) error {
-	if err := mu.enter("record"); err != nil {
+	if err := mu.enter(ctx, "record"); err != nil {
 		return err
 	}
 	if !m.config.ExposeExecutor || !m.config.InstallExecutor {
@@ -214,8 +217,8 @@ func (m *Manager) isThere(ctx context.Context, drv vm.Driver, rec Record) bool {
 
 // bringUp takes a started machine to a healthy box.
 func (m *Manager) bringUp(ctx context.Context, mu *mutation, drv vm.Driver) (wire.Report, error) {
-	g := guest{drv: drv, name: mu.rec.Name, log: mu.log}
-	if err := mu.enter("install hb"); err != nil {
+	g := m.guest(drv, mu.rec.Name, mu.log)
+	if err := mu.enter(ctx, "install hb"); err != nil {
 		return wire.Report{}, err
 	}
 	if err := m.installHB(ctx, g); err != nil {
@@ -229,7 +232,7 @@ func (m *Manager) bringUp(ctx context.Context, mu *mutation, drv vm.Driver) (wir
 
 // finish takes a provisioned box to health.
 func (m *Manager) finish(ctx context.Context, mu *mutation, drv vm.Driver, g guest) (wire.Report, error) {
-	if err := mu.enter("start Executor"); err != nil {
+	if err := mu.enter(ctx, "start Executor"); err != nil {
 		return wire.Report{}, err
 	}
 	if err := g.ready(ctx); err != nil {
@@ -238,7 +241,7 @@ func (m *Manager) finish(ctx context.Context, mu *mutation, drv vm.Driver, g gue
 	if err := m.wireMCP(ctx, mu, g); err != nil {
 		return wire.Report{}, err
 	}
-	if err := mu.enter("doctor"); err != nil {
+	if err := mu.enter(ctx, "doctor"); err != nil {
 		return wire.Report{}, err
 	}
 	return m.mustBeHealthy(ctx, mu, drv)
@@ -261,14 +264,14 @@ func (m *Manager) mustBeHealthy(ctx context.Context, mu *mutation, drv vm.Driver
 
 // provision has hb install or refresh the tools.
 func (m *Manager) provision(ctx context.Context, mu *mutation, g guest, refresh bool) error {
-	if err := mu.enter("provision"); err != nil {
+	if err := mu.enter(ctx, "provision"); err != nil {
 		return err
 	}
 	req, err := m.provisionRequest(mu.rec, refresh, mu.pins)
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeoutCause(ctx, 60*time.Minute, errors.New("provisioning took more than an hour"))
+	ctx, cancel := context.WithTimeoutCause(ctx, m.opts.Deadlines.guest(60*time.Minute), errors.New("provisioning took more than an hour"))
 	defer cancel()
 	return g.provision(ctx, req, mu)
 }
@@ -287,7 +290,7 @@ func (m *Manager) wireMCP(ctx context.Context, mu *mutation, g guest) error {
 		mu.note("Executor is deliberately down; `hb up` in the box wires it")
 		return nil
 	}
-	if err := mu.enter("wire MCP"); err != nil {
+	if err := mu.enter(ctx, "wire MCP"); err != nil {
 		return err
 	}
 	return g.run(ctx, "wire-mcp")

@@ -53,7 +53,7 @@ func (m *Manager) reservePort(ctx context.Context, rec *Record, avoid map[int]bo
 			continue
 		}
 		rec.HostPort = port
-		return m.registry.put(*rec)
+		return m.durable(ctx, "step.reserve", func() error { return m.registry.put(*rec) })
 	}
 	return &PortsExhaustedError{m.config.PortLo, m.config.PortHi}
 }

@@ -47,6 +47,9 @@ type Record struct {
 	// archives hold.
 	Loaded bool     `json:"loaded,omitempty"`
 	Logins []string `json:"logins,omitempty"`
+	// Source is the path of the archive whose state is not in the box yet; ""
+	// for every other box.
+	Source string `json:"source,omitempty"`
 	// LastArchive is the path of the newest archive that save wrote.
 	LastArchive string `json:"last_archive,omitempty"`
 }

@@ -50,9 +50,9 @@ func (m *Manager) Save(ctx context.Context, name string, o SaveOptions) (saved S
 		return Saved{}, err
 	}
 	defer func() { err = errors.Join(err, stop()) }()
-	g := guest{drv: drv, name: name, log: mu.log}
+	g := m.guest(drv, name, mu.log)
 
-	if err := mu.enter("look at the state"); err != nil {
+	if err := mu.enter(ctx, "look at the state"); err != nil {
 		return Saved{}, err
 	}
 	plan, err := g.plan(ctx)
@@ -65,7 +65,7 @@ func (m *Manager) Save(ctx context.Context, name string, o SaveOptions) (saved S
 	if mu.rec.Lineage == "" {
 		mu.rec.Lineage = newID() // a box from before there were archives
 	}
-	if err := mu.enter("save"); err != nil {
+	if err := mu.enter(ctx, "save"); err != nil {
 		return Saved{}, err
 	}
 	saved, err = m.write(ctx, mu, g, path, plan, o)
@@ -82,7 +82,7 @@ func (m *Manager) Save(ctx context.Context, name string, o SaveOptions) (saved S
 			mu.warn("prune older archives: " + err.Error())
 		}
 	}
-	return saved, mu.complete()
+	return saved, mu.complete(ctx)
 }
 
 // destination returns the absolute path of the new archive, which is free.
@@ -108,7 +108,7 @@ func (m *Manager) destination(name, path string) (string, error) {
 // awake makes sure that the box runs. stop stops it again if it was stopped.
 func (m *Manager) awake(ctx context.Context, mu *mutation) (drv vm.Driver, stop func() error, err error) {
 	if mu.rec.Phase != Ready {
-		return nil, nil, &GuestError{Text: "the box was never finished", Fix: "box repair " + mu.rec.Name}
+		return nil, nil, &GuestError{Text: "the box was never finished", Fix: finisher(mu.rec)}
 	}
 	drv, err = m.usable(ctx, mu.rec)
 	if err != nil {
@@ -120,7 +120,7 @@ func (m *Manager) awake(ctx context.Context, mu *mutation) (drv vm.Driver, stop 
 	}
 	stop = func() error { return nil }
 	if machine.State != vm.Running {
-		if err := mu.enter("start"); err != nil {
+		if err := mu.enter(ctx, "start"); err != nil {
 			return nil, nil, err
 		}
 		stop = func() error {
@@ -139,7 +139,7 @@ func (m *Manager) awake(ctx context.Context, mu *mutation) (drv vm.Driver, stop 
 
 // plan asks what would travel.
 func (g guest) plan(ctx context.Context) (wire.StatePlan, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, 30*time.Minute, errors.New("looking at the state took more than half an hour"))
+	ctx, cancel := context.WithTimeoutCause(ctx, g.limits.guest(30*time.Minute), errors.New("looking at the state took more than half an hour"))
 	defer cancel()
 	_, out, err := g.call(ctx, nil, "pack", "--plan")
 	if err != nil {
@@ -202,6 +202,9 @@ func (m *Manager) write(ctx context.Context, mu *mutation, g guest, path string,
 		},
 		Accept:   func(r backup.Report) error { return sameState(packed, r) },
 		Verified: m.opts.Report.Progress,
+		Publish: func(publish func() error) error {
+			return mu.durable(ctx, "publish", publish)
+		},
 	})
 	if err != nil {
 		return Saved{}, err
@@ -244,9 +247,9 @@ func (m *Manager) Explain(ctx context.Context, name string) (plan wire.StatePlan
 	if err != nil {
 		return wire.StatePlan{}, err
 	}
-	plan, err = guest{drv: drv, name: name, log: mu.log}.plan(ctx)
+	plan, err = m.guest(drv, name, mu.log).plan(ctx)
 	if err := errors.Join(err, stop()); err != nil {
 		return wire.StatePlan{}, err
 	}
-	return plan, mu.complete()
+	return plan, mu.complete(ctx)
 }

@@ -55,6 +55,8 @@ type Program struct {
 	HB func() ([]byte, error)
 	// Deadlines replaces those of package box where it is not zero; for tests.
 	Deadlines box.Deadlines
+	// Step interrupts the work of package box; for tests.
+	Step func(ctx context.Context, point string, work func() error) error
 }
 
 // signalError is the cause of a context that a signal ended.
@@ -269,7 +271,7 @@ func (a *app) manager() (*box.Manager, box.Home, error) {
 		output = a.term
 	}
 	return box.NewManager(box.Options{
-		Home: h, Config: cfg, Version: a.Version, HB: a.HB, Report: a.term, Output: output, Now: time.Now, Deadlines: a.Deadlines,
+		Home: h, Config: cfg, Version: a.Version, HB: a.HB, Report: a.term, Output: output, Now: time.Now, Deadlines: a.Deadlines, Step: a.Step,
 		Driver: func(ctx context.Context, name string) (vm.Driver, error) { return a.driver(ctx, cfg, name) },
 		Base: func(ctx context.Context, image string, note func(string)) (vm.Base, error) {
 			return store.Prepare(ctx, image, filepath.Dir(h.ConfigFile()), note)

@@ -37,6 +37,8 @@ const (
 	builtVar    = "FAKE_BUILT"       // what TestMain built
 	listVar     = "FAKE_LIST_LIMIT"  // deadline of ls
 	cleanupVar  = "FAKE_CLEAN_LIMIT" // deadline of clean-up
+	engineVar   = "FAKE_CALL_LIMIT"  // deadline of the engine's other calls
+	guestVar    = "FAKE_GUEST_LIMIT" // deadline of calls of hb
 	saidVar     = "FAKE_SAID"        // file that collects all that box says
 	testVersion = "dev"              // what hb says when it is built without a version
 )
@@ -45,14 +47,18 @@ const (
 // driver for everything. All that it says is kept, so that the end of every
 // script can look for secrets and for hints that do not work.
 func boxMain() {
-	build := func(config.Config) vm.Driver {
-		return fake.New(os.Getenv(fakeDirVar), filepath.Join(os.Getenv(builtVar), "tools"))
-	}
+	// One for all, because it counts how often a point is reached.
+	engine := fake.New(os.Getenv(fakeDirVar), filepath.Join(os.Getenv(builtVar), "tools"))
+	build := func(config.Config) vm.Driver { return engine }
 	p := cli.Program{
 		Version: testVersion, Args: os.Args[1:], Stdin: os.Stdin, Stdout: os.Stdout, Stderr: os.Stderr,
-		Drivers:   map[string]func(config.Config) vm.Driver{"auto": build, "fake": build},
-		HB:        func() ([]byte, error) { return os.ReadFile(filepath.Join(os.Getenv(builtVar), "hb")) },
-		Deadlines: box.Deadlines{List: duration(listVar), Cleanup: duration(cleanupVar)},
+		Drivers: map[string]func(config.Config) vm.Driver{"auto": build, "fake": build},
+		HB:      func() ([]byte, error) { return os.ReadFile(filepath.Join(os.Getenv(builtVar), "hb")) },
+		Deadlines: box.Deadlines{
+			List: duration(listVar), Cleanup: duration(cleanupVar),
+			Ask: duration(engineVar), Engine: duration(engineVar), Guest: duration(guestVar),
+		},
+		Step: engine.Step,
 	}
 	if info, err := os.Stderr.Stat(); err == nil && info.Mode()&os.ModeCharDevice == 0 {
 		said, err := os.OpenFile(os.Getenv(saidVar), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)

@@ -7,14 +7,20 @@
 // process: DIR/faults/POINT holds what shall happen at a point, one of
 //
 //	error TEXT        the call fails and did nothing
-//	after error TEXT  the call does its work and then fails
 //	hang              the call waits for its context to end
 //	lie               the call reports success and does nothing
+//	signal NAME       the calling process gets HUP, INT or TERM, and the call
+//	                  waits for its context to end, for half a second at most
+//	twice NAME        the same, and the signal once more at the next point
 //	kill              the calling process dies by SIGKILL
-//	after kill        the same, when the work is done
+//	after WHAT        one of these when the work is done
 //
 // Points are create, start, stop, inspect, list, delete, exec, and exec.VERB
-// for `hb VERB`.
+// for `hb VERB`, and those of the caller, see [Driver.Step]. The n-th time
+// that a process is at POINT after its step STEP has the name STEP:POINT@n, or
+// POINT@n before the first step; a fault of that name is preferred. When
+// DIR/trace exists, all points get written there under these names as they are
+// reached, and "fault NAME" when a fault happens.
 package fake
 
 import (
@@ -30,6 +36,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
@@ -43,6 +50,12 @@ type Driver struct {
 	dir string
 	// tools is copied into every machine's /usr/local/bin.
 	tools string
+
+	mu    sync.Mutex
+	step  string         // the name of the last one that the caller reached
+	steps map[string]int // how often each was
+	count map[string]int // of points since the last step
+	again syscall.Signal // to be raised at the next point; 0: none
 }
 
 var _ vm.Driver = (*Driver)(nil)
@@ -76,6 +89,13 @@ func (d *Driver) recordPath(name string) string {
 // Root is the machine's root directory.
 func (d *Driver) Root(name string) string { return filepath.Join(d.machineDir(name), "root") }
 
+// Trace has the points that are reached from now on written to the file that
+// it returns, which starts empty.
+func (d *Driver) Trace() (path string, err error) {
+	path = filepath.Join(d.dir, "trace")
+	return path, os.WriteFile(path, nil, 0o600)
+}
+
 // Fault prepares (or, with "", removes) a fault.
 func (d *Driver) Fault(point, what string) error {
 	path := filepath.Join(d.dir, "faults", point)
@@ -91,19 +111,63 @@ func (d *Driver) Fault(point, what string) error {
 // errLie says that a call is to report success without doing anything.
 var errLie = errors.New("a lie")
 
-// at lets a fault happen; after tells the side of the work.
-func (d *Driver) at(ctx context.Context, point string, after bool) error {
-	data, err := os.ReadFile(filepath.Join(d.dir, "faults", point))
+// signals are those that a fault can raise.
+func signals() map[string]syscall.Signal {
+	return map[string]syscall.Signal{"HUP": syscall.SIGHUP, "INT": syscall.SIGINT, "TERM": syscall.SIGTERM}
+}
+
+// reach names the point that is reached and returns the fault prepared there.
+func (d *Driver) reach(point string, isStep bool) (name, fault string) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.again != 0 {
+		_ = syscall.Kill(os.Getpid(), d.again)
+		time.Sleep(5 * time.Second) // it ends the process
+	}
+	if isStep {
+		d.steps = counted(d.steps, point)
+		name = fmt.Sprintf("%s@%d", point, d.steps[point])
+		d.step, d.count = strings.TrimSuffix(name, "@1"), nil
+	} else {
+		d.count = counted(d.count, point)
+		name = fmt.Sprintf("%s@%d", point, d.count[point])
+		if d.step != "" {
+			name = d.step + ":" + name
+		}
+	}
+	d.trace(name)
+	for _, n := range []string{name, point} {
+		if data, err := os.ReadFile(filepath.Join(d.dir, "faults", n)); err == nil {
+			return name, strings.TrimSpace(string(data))
+		}
+	}
+	return name, ""
+}
+
+func counted(m map[string]int, key string) map[string]int {
+	if m == nil {
+		m = map[string]int{}
+	}
+	m[key]++
+	return m
+}
+
+func (d *Driver) trace(line string) {
+	f, err := os.OpenFile(filepath.Join(d.dir, "trace"), os.O_WRONLY|os.O_APPEND, 0)
 	if err != nil {
-		return nil //nolint:nilerr // no fault was prepared
+		return // nobody wants to know
 	}
-	what, isAfter := strings.CutPrefix(strings.TrimSpace(string(data)), "after ")
-	if isAfter != after {
-		return nil
-	}
-	switch text, isError := strings.CutPrefix(what, "error "); {
-	case isError:
-		return errors.New(text)
+	_, _ = f.WriteString(line + "\n")
+	_ = f.Close()
+}
+
+// strike lets a fault happen.
+func (d *Driver) strike(ctx context.Context, name, what string) error {
+	d.trace("fault " + name)
+	kind, arg, _ := strings.Cut(what, " ")
+	switch {
+	case kind == "error":
+		return errors.New(arg)
 	case what == "hang":
 		<-ctx.Done()
 		return context.Cause(ctx)
@@ -112,22 +176,52 @@ func (d *Driver) at(ctx context.Context, point string, after bool) error {
 	case what == "kill":
 		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
 		select {}
+	case (kind == "signal" || kind == "twice") && signals()[arg] != 0:
+		if kind == "twice" {
+			d.mu.Lock()
+			d.again = signals()[arg]
+			d.mu.Unlock()
+		}
+		_ = syscall.Kill(os.Getpid(), signals()[arg])
+		select {
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		case <-time.After(500 * time.Millisecond):
+			return nil // clean-up, which no signal ends
+		}
 	}
-	return fmt.Errorf("unknown fault %q at %s", what, point)
+	return fmt.Errorf("unknown fault %q at %s", what, name)
 }
 
 // faulty wraps a call's work with the faults of its point.
 func (d *Driver) faulty(ctx context.Context, point string, work func() error) error {
-	if err := d.at(ctx, point, false); err != nil {
-		if errors.Is(err, errLie) {
-			return nil
+	return d.perform(ctx, point, false, work)
+}
+
+// Step does a durable step of the caller, such as a write of a record, which
+// is a point of faults, too. Calls of the engine are counted anew after it.
+func (d *Driver) Step(ctx context.Context, point string, work func() error) error {
+	return d.perform(ctx, point, true, work)
+}
+
+func (d *Driver) perform(ctx context.Context, point string, isStep bool, work func() error) error {
+	name, what := d.reach(point, isStep)
+	what, after := strings.CutPrefix(what, "after ")
+	if what != "" && !after {
+		if err := d.strike(ctx, name, what); err != nil {
+			if errors.Is(err, errLie) {
+				return nil
+			}
+			return err
 		}
-		return err
 	}
 	if err := work(); err != nil {
 		return err
 	}
-	return d.at(ctx, point, true)
+	if what != "" && after {
+		return d.strike(ctx, name, what)
+	}
+	return nil
 }
 
 // lock serializes the calls on one machine, across processes.
