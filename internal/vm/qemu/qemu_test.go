@@ -35,6 +35,8 @@ func TestConformance(t *testing.T) {
 	vmtest.Run(t, vmtest.Harness{
 		Driver: d,
 		Base:   base, Isolated: true, Patience: 10 * time.Minute,
+		// An emulated machine moves 5 MB a second.
+		Stream: 16 << 20,
 		Crash: func(t *testing.T, name string) {
 			data, err := os.ReadFile(filepath.Join(dir, "machines", name, "machine.json"))
 			if err != nil {

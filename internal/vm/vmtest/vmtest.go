@@ -40,6 +40,9 @@ type Harness struct {
 	// Patience bounds every step of a test that waits for something; 0 is two
 	// minutes.
 	Patience time.Duration
+	// Stream is what goes each way in one command of the stream test, in
+	// bytes; 0 is 64 MiB.
+	Stream int
 }
 
 const guestPort = 4788
@@ -57,6 +60,9 @@ func Run(t *testing.T, h Harness) {
 	s := &suite{Harness: h, prefix: "vt" + strings.ToLower(randomHex(3))}
 	if s.Patience == 0 {
 		s.Patience = 2 * time.Minute
+	}
+	if s.Stream == 0 {
+		s.Stream = 64 << 20
 	}
 	if h.Isolated {
 		s.probe = buildProbe(t)
@@ -346,13 +352,10 @@ func (s *suite) exec(t *testing.T) {
 	}
 }
 
-// streamSize is what goes each way in one command, in bytes.
-const streamSize = 64 << 20
-
 func (s *suite) streams(t *testing.T) {
 	spec := s.spec(t, s.prefix+"-bulk")
 	s.create(t, spec)
-	data := make([]byte, streamSize)
+	data := make([]byte, s.Stream)
 	_, _ = rand.Read(data)
 	copy(data[1000:], "\r\n\x00\x04\x1a\x1b[2J") // bytes that terminals act upon
 	want := sha256.Sum256(data)
