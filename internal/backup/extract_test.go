@@ -24,7 +24,7 @@ func verified(t *testing.T, data []byte) *Archive {
 }
 
 func TestExtract(t *testing.T) {
-	parent := t.TempDir()
+	parent := inMemory(t)
 	dir := filepath.Join(parent, "x")
 	if err := verified(t, whole(t)).Extract(context.Background(), dir, nil); err != nil {
 		t.Fatal(err)
@@ -46,7 +46,7 @@ func TestExtract(t *testing.T) {
 }
 
 func TestExtractNeverReplaces(t *testing.T) {
-	parent := t.TempDir()
+	parent := inMemory(t)
 	dir := filepath.Join(parent, "x")
 	a := verified(t, whole(t))
 	appear := func() {
@@ -78,7 +78,7 @@ func TestExtractNeverReplaces(t *testing.T) {
 
 // TestExtractLeavesNothing also where modes keep out.
 func TestExtractLeavesNothing(t *testing.T) {
-	parent := t.TempDir()
+	parent := inMemory(t)
 	cause := errors.New("enough")
 	a := verified(t, whole(t))
 	ctx, cancel := context.WithCancelCause(context.Background())
@@ -114,7 +114,7 @@ func TestExtractLeavesNothing(t *testing.T) {
 // TestExtractHostile: what a file system would take outside is not even
 // verified.
 func TestExtractHostile(t *testing.T) {
-	parent := t.TempDir()
+	parent := inMemory(t)
 	plain := string(plainTar(t, state()))
 	evil := gzipped(t, []byte(strings.Replace(plain, "data/home/a\x00", "../../home/a", 1)))
 	a := opened(t, onDisk(t, sealed(t, evil)), word)
@@ -133,7 +133,7 @@ func TestExtractFolding(t *testing.T) {
 	} {
 		a := verified(t, sealed(t, gzipped(t, plainTar(t, files))))
 		for _, folds := range []bool{true, false} {
-			parent := t.TempDir()
+			parent := inMemory(t)
 			a.folds = func(dir string) (bool, error) {
 				if filepath.Dir(dir) != parent {
 					t.Errorf("asked about %s", dir)
@@ -150,7 +150,7 @@ func TestExtractFolding(t *testing.T) {
 		}
 	}
 	// The probe itself, where a file system is known not to fold.
-	dir := t.TempDir()
+	dir := inMemory(t)
 	if folds, err := foldsNames(dir); err != nil || names(t, dir) != "[]" {
 		t.Errorf("%t, %v, %s", folds, err, names(t, dir))
 	}
@@ -160,7 +160,7 @@ func TestExtractFolding(t *testing.T) {
 }
 
 func TestStaleExtractions(t *testing.T) {
-	parent := t.TempDir()
+	parent := inMemory(t)
 	make := func(name string) string {
 		path := filepath.Join(parent, name)
 		if err := os.MkdirAll(filepath.Join(path, "data"), 0o700); err != nil {

@@ -166,3 +166,15 @@ func names(t testing.TB, dir string) string {
 	}
 	return fmt.Sprint(list)
 }
+
+// inMemory is a directory in memory where there is a place for it: every
+// extraction syncs its file system.
+func inMemory(t testing.TB) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("/dev/shm", "hermes-box-") //nolint:usetesting // see above
+	if err != nil {
+		return t.TempDir()
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	return dir
+}

@@ -4,7 +4,6 @@ import (
 	"context"
 	"io"
 	"math/rand/v2"
-	"os"
 	"path/filepath"
 	"runtime"
 	"sync/atomic"
@@ -22,12 +21,7 @@ func TestMemory(t *testing.T) {
 		t.Skip("takes seconds")
 	}
 	const size = 128 << 20
-	dir, err := os.MkdirTemp("/dev/shm", "hermes-box-") //nolint:usetesting // memory: the disk is not what is measured
-	if err != nil {
-		dir = t.TempDir()
-	}
-	t.Cleanup(func() { _ = os.RemoveAll(dir) })
-	o := options(t, filepath.Join(dir, "a"))
+	o := options(t, filepath.Join(inMemory(t), "a"))
 	o.Source = func(_ context.Context, w io.Writer) error {
 		z, err := gzip.NewWriterLevel(w, gzip.HuffmanOnly)
 		if err != nil {

@@ -123,10 +123,21 @@ func held(t testing.TB, path string, statements ...string) {
 	}
 }
 
-// newBox is a box's directory with an empty home.
+// newBox is a box's directory with an empty home, in memory where there is a
+// place for it: every unpacking syncs.
 func newBox(t testing.TB) layout.Layout {
 	t.Helper()
-	root := t.TempDir()
+	root, err := os.MkdirTemp("/dev/shm", "hermes-box-") //nolint:usetesting // see above
+	if err != nil {
+		return newBoxAt(t, t.TempDir())
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(root) })
+	return newBoxAt(t, root)
+}
+
+// newBoxAt is one in a directory that the test's end removes.
+func newBoxAt(t testing.TB, root string) layout.Layout {
+	t.Helper()
 	t.Cleanup(func() { open(root) })
 	l := layout.At(root)
 	if err := os.MkdirAll(l.Home(), 0o755); err != nil {

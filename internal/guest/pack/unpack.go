@@ -14,6 +14,7 @@ import (
 	"syscall"
 
 	"github.com/klauspost/compress/gzip"
+	"golang.org/x/sys/unix"
 
 	"hermes-box-lite/internal/archive"
 	"hermes-box-lite/internal/guest/layout"
@@ -85,10 +86,23 @@ func Unpack(ctx context.Context, l layout.Layout, size int64, freshLogins bool, 
 	if err := extractor.Finish(); err != nil {
 		return wire.StateResult{}, err
 	}
-	syscall.Sync()
+	if err := syncAll(root); err != nil {
+		return wire.StateResult{}, fmt.Errorf("sync: %w", err)
+	}
 	return wire.StateResult{
 		Stream: hex.EncodeToString(sum.Sum(nil)), Entries: summary.Entries, Bytes: summary.Bytes, Digest: summary.Digest, Dropped: dropped,
 	}, nil
+}
+
+// syncAll makes all of a file system durable: file by file costs more than the
+// extraction.
+func syncAll(root *os.Root) (err error) {
+	dir, err := root.Open(".")
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, dir.Close()) }()
+	return unix.Syncfs(int(dir.Fd()))
 }
 
 func clearData(l layout.Layout) error {
