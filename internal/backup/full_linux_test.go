@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"strings"
@@ -30,13 +29,6 @@ func small(t *testing.T, size string) string {
 		}
 	})
 	return dir
-}
-
-func noise(size int) string {
-	data := make([]byte, size)
-	src := rand.NewChaCha8([32]byte{1})
-	_, _ = src.Read(data) // never fails
-	return string(data)
 }
 
 // TestSaveFull: a full disk at the destination, noticed while writing and, with

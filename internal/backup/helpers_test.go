@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"strings"
@@ -177,4 +178,12 @@ func inMemory(t testing.TB) string {
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(dir) })
 	return dir
+}
+
+// noise cannot be compressed.
+func noise(size int) string {
+	data := make([]byte, size)
+	src := rand.NewChaCha8([32]byte{1})
+	_, _ = src.Read(data) // never fails
+	return string(data)
 }
