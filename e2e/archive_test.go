@@ -28,7 +28,7 @@ func TestArchive(t *testing.T) {
 	sound(t, h.doctor(alpha, 0), allChecks, "mcp.hermes")
 
 	beta := h.name("beta")
-	h.wants(0, []string{"the logins of claude, codex are the same as in " + alpha}, "load", file, beta)
+	h.wants(0, []string{"the logins of claude, codex are the same as in " + alpha}, "load", "--pinned", file, beta)
 	h.token(beta, "agent")
 	h.token(beta, "operator")
 	h.checkState(beta)
