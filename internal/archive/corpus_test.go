@@ -618,7 +618,17 @@ type canaried struct {
 }
 
 func newCanary(t testing.TB) *canaried {
-	c := &canaried{t: t, top: t.TempDir()}
+	// In memory where there is a place for it: there are thousands of these.
+	top, err := os.MkdirTemp("/dev/shm", "hermes-box-") //nolint:usetesting // see above
+	if err != nil {
+		top = t.TempDir()
+	} else {
+		t.Cleanup(func() {
+			makeRemovable(top)
+			_ = os.RemoveAll(top)
+		})
+	}
+	c := &canaried{t: t, top: top}
 	c.inside = filepath.Join(c.top, "beside", "in")
 	for _, d := range []string{c.inside, filepath.Join(c.top, "etc"), filepath.Join(c.top, "beside", "data")} {
 		if err := os.MkdirAll(d, 0o755); err != nil {

@@ -155,16 +155,12 @@ func (x *Extractor) Symlink(e Entry) error {
 	return nil
 }
 
-// Finish makes the symbolic links, sets the directories' metadata, deepest
-// first, and syncs the root directory. It is called once, after [Read] has
-// returned without error. That all content is on the disk too is for the
-// caller to see to: syncing file by file costs more than the extraction.
+// Finish makes the symbolic links and sets the directories' metadata, deepest
+// first. It is called once, after [Read] has returned without error. That all
+// is on the disk too is for the caller to see to, by syncing the file system:
+// file by file costs more than the extraction.
 func (x *Extractor) Finish() (err error) {
-	root, err := x.root.Open(".") // now: its mode to come may keep us out
-	if err != nil {
-		return fmt.Errorf("sync: %w", err)
-	}
-	defer func() { err = errors.Join(err, root.Close(), x.closeParent()) }()
+	defer func() { err = errors.Join(err, x.closeParent()) }()
 	for i := range x.syms {
 		if err := x.symlink(&x.syms[i]); err != nil {
 			return x.fail(x.syms[i], err)
@@ -178,9 +174,6 @@ func (x *Extractor) Finish() (err error) {
 		if err := x.finishDir(&x.dirs[i]); err != nil {
 			return err
 		}
-	}
-	if err := root.Sync(); err != nil {
-		return fmt.Errorf("sync: %w", err)
 	}
 	return nil
 }

@@ -83,26 +83,21 @@ func Unpack(ctx context.Context, l layout.Layout, size int64, freshLogins bool, 
 	} else if err == nil {
 		return wire.StateResult{}, fmt.Errorf("%w: something follows the gzip stream", archive.ErrUnsafe)
 	}
+	dir, err := root.Open(".") // now: its mode to come may keep us out
+	if err != nil {
+		return wire.StateResult{}, err
+	}
+	defer func() { err = errors.Join(err, dir.Close()) }()
 	if err := extractor.Finish(); err != nil {
 		return wire.StateResult{}, err
 	}
-	if err := syncAll(root); err != nil {
+	// File by file costs more than the extraction.
+	if err := unix.Syncfs(int(dir.Fd())); err != nil {
 		return wire.StateResult{}, fmt.Errorf("sync: %w", err)
 	}
 	return wire.StateResult{
 		Stream: hex.EncodeToString(sum.Sum(nil)), Entries: summary.Entries, Bytes: summary.Bytes, Digest: summary.Digest, Dropped: dropped,
 	}, nil
-}
-
-// syncAll makes all of a file system durable: file by file costs more than the
-// extraction.
-func syncAll(root *os.Root) (err error) {
-	dir, err := root.Open(".")
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, dir.Close()) }()
-	return unix.Syncfs(int(dir.Fd()))
 }
 
 func clearData(l layout.Layout) error {
