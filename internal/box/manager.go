@@ -79,10 +79,14 @@ func (e *StepError) Unwrap() error { return e.Err }
 // that its record was kept. A person must act.
 type CleanupError struct {
 	Name, Driver string
+	Gone         bool // the machine is certainly gone, its record is what is left
 	Err          error
 }
 
 func (e *CleanupError) Error() string {
+	if e.Gone {
+		return fmt.Sprintf("the machine of %s is gone, but not its record: %v", e.Name, e.Err)
+	}
 	return fmt.Sprintf("the machine of %s could not be removed and verified absent; its record was kept: %v", e.Name, e.Err)
 }
 
@@ -240,7 +244,10 @@ func (m *Manager) dispose(ctx context.Context, drv vm.Driver, rec Record) error 
 	if err != nil {
 		return &CleanupError{Name: rec.Name, Driver: rec.Driver, Err: err}
 	}
-	return m.durable(ctx, "step.forget", func() error { return m.registry.remove(rec.Name) })
+	if err := m.durable(ctx, "step.forget", func() error { return m.registry.remove(rec.Name) }); err != nil {
+		return &CleanupError{Name: rec.Name, Driver: rec.Driver, Gone: true, Err: err}
+	}
+	return nil
 }
 
 func verifiedAbsent(ctx context.Context, drv vm.Driver, name string) error {

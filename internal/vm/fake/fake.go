@@ -215,13 +215,17 @@ func (d *Driver) perform(ctx context.Context, point string, isStep bool, work fu
 			return err
 		}
 	}
-	if err := work(); err != nil {
-		return err
+	if !isStep && ctx.Err() != nil {
+		return context.Cause(ctx) // as an engine's client would
 	}
-	if what != "" && after {
-		return d.strike(ctx, name, what)
+	err := work()
+	if after {
+		// Whatever the work came to: its answer is lost.
+		if struck := d.strike(ctx, name, what); struck != nil {
+			return struck
+		}
 	}
-	return nil
+	return err
 }
 
 // lock serializes the calls on one machine, across processes.
