@@ -88,6 +88,17 @@ func (e *GoneError) Unwrap() error { return vm.ErrNotFound }
 // Hint forgets the record.
 func (e *GoneError) Hint() string { return "box rm " + e.Name }
 
+// ElsewhereError says that an engine knows nothing of a machine because it
+// looks for machines in another place than the one where that one was made:
+// another user, another HOME, another daemon. It does not mean that the
+// machine is gone.
+type ElsewhereError struct{ Name, Driver, Made, Here string }
+
+func (e *ElsewhereError) Error() string {
+	return fmt.Sprintf("the machine of %s was made in %s, and the %s driver looks in %s now: run box as the user and with the environment that made it",
+		e.Name, e.Made, e.Driver, e.Here)
+}
+
 // Sentinels on which callers branch.
 var (
 	// ErrNotFound: this host has no box of that name.

@@ -82,6 +82,9 @@ func (m *Manager) inspect(ctx context.Context, rec Record) (vm.Driver, vm.Machin
 	}
 	machine, err := drv.Inspect(ctx, rec.Name)
 	if errors.Is(err, vm.ErrNotFound) {
+		if err := lookedInPlace(ctx, drv, rec); err != nil {
+			return nil, vm.Machine{}, err
+		}
 		return nil, vm.Machine{}, &GoneError{rec.Name, rec.Driver}
 	}
 	if err != nil {
@@ -301,7 +304,7 @@ func (m *Manager) listEngine(ctx context.Context, engine string, recs []Record, 
 			machine, answer = drv.Inspect(ctx, rec.Name)
 			known = answer == nil
 			if errors.Is(answer, vm.ErrNotFound) {
-				answer = nil
+				answer = lookedInPlace(ctx, drv, rec)
 			}
 		}
 		if s, still := m.statusOf(rec, machine, known, answer); still {

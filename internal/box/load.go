@@ -63,7 +63,11 @@ func (m *Manager) Load(ctx context.Context, path, name string, o LoadOptions) (r
 	if err != nil {
 		return wire.Report{}, err
 	}
-	mu.rec = m.newRecord(name, loaded.Lineage, drv, base)
+	rec, err := m.newRecord(ctx, name, loaded.Lineage, drv, base)
+	if err != nil {
+		return wire.Report{}, err
+	}
+	mu.rec = rec
 	mu.rec.Loaded, mu.rec.Logins = true, loaded.Logins
 	if mu.rec.Source, err = filepath.Abs(path); err != nil {
 		return wire.Report{}, err

@@ -239,7 +239,7 @@ func (m *Manager) dispose(ctx context.Context, drv vm.Driver, rec Record) error 
 	if err == nil || errors.Is(err, vm.ErrNotFound) {
 		// An engine's word that it deleted something is not yet its word that
 		// nothing is there.
-		err = verifiedAbsent(ctx, drv, rec.Name)
+		err = verifiedAbsent(ctx, drv, rec)
 	}
 	if err != nil {
 		return &CleanupError{Name: rec.Name, Driver: rec.Driver, Err: err}
@@ -250,11 +250,11 @@ func (m *Manager) dispose(ctx context.Context, drv vm.Driver, rec Record) error 
 	return nil
 }
 
-func verifiedAbsent(ctx context.Context, drv vm.Driver, name string) error {
-	_, err := drv.Inspect(ctx, name)
+func verifiedAbsent(ctx context.Context, drv vm.Driver, rec Record) error {
+	_, err := drv.Inspect(ctx, rec.Name)
 	switch {
 	case errors.Is(err, vm.ErrNotFound):
-		return nil
+		return lookedInPlace(ctx, drv, rec)
 	case err != nil:
 		return fmt.Errorf("make sure that it is gone: %w", err)
 	}

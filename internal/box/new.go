@@ -42,7 +42,9 @@ func (m *Manager) New(ctx context.Context, name string, o NewOptions) (report wi
 	if err != nil {
 		return wire.Report{}, err
 	}
-	mu.rec = m.newRecord(name, newID(), drv, base)
+	if mu.rec, err = m.newRecord(ctx, name, newID(), drv, base); err != nil {
+		return wire.Report{}, err
+	}
 	if err := m.create(ctx, mu, drv, base); err != nil {
 		return wire.Report{}, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
 	}
@@ -76,11 +78,12 @@ func (m *Manager) prepare(ctx context.Context, mu *mutation) (vm.Driver, vm.Base
 	return drv, base, err
 }
 
-func (m *Manager) newRecord(name, lineage string, drv vm.Driver, base vm.Base) Record {
+func (m *Manager) newRecord(ctx context.Context, name, lineage string, drv vm.Driver, base vm.Base) (Record, error) {
+	place, err := placeOf(ctx, drv)
 	return Record{
-		Name: name, OwnerID: newID(), Lineage: lineage, Driver: drv.Name(), Phase: Creating, Created: m.opts.Now().UTC(),
+		Name: name, OwnerID: newID(), Lineage: lineage, Driver: drv.Name(), Place: place, Phase: Creating, Created: m.opts.Now().UTC(),
 		BaseImage: m.config.BaseImage, BaseDigest: base.Digest,
-	}
+	}, err
 }
 
 // ready notes that only rm removes the box from now on.

@@ -33,6 +33,7 @@ type Record struct {
 	Name       string     `json:"name"`
 	OwnerID    string     `json:"owner_id"`
 	Driver     string     `json:"driver"`
+	Place      string     `json:"place,omitempty"` // see Placer; "" where there is only one
 	Phase      Phase      `json:"phase"`
 	Operation  *Operation `json:"operation,omitempty"` // the mutation under way, or interrupted
 	HostPort   int        `json:"host_port"`           // 0 = not exposed

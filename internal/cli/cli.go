@@ -146,6 +146,7 @@ func (a *app) conclude(ctx context.Context, err error) int {
 	var name *box.NameError
 	var locked *box.LockedError
 	var setting *config.Error
+	var elsewhere *box.ElsewhereError
 	switch {
 	case errors.As(err, &cleanup):
 		return exitCleanup
@@ -159,6 +160,8 @@ func (a *app) conclude(ctx context.Context, err error) int {
 		return exitUnsafe
 	case errors.Is(err, box.ErrUnhealthy), errors.Is(err, box.ErrNotRunning):
 		return exitUnhealthy
+	case errors.As(err, &elsewhere):
+		return exitCleanup
 	case errors.Is(err, box.ErrNotFound), errors.Is(err, vm.ErrNotFound):
 		return exitNotFound
 	case errors.As(err, &locked):
@@ -173,7 +176,8 @@ func (a *app) conclude(ctx context.Context, err error) int {
 func hintsOf(err error) []string {
 	var hints []string
 	var cleanup *box.CleanupError
-	if errors.As(err, &cleanup) {
+	var elsewhere *box.ElsewhereError // no command of ours helps
+	if errors.As(err, &cleanup) && !errors.As(err, &elsewhere) {
 		hints = append(hints, "box ls --all", "box rm "+cleanup.Name)
 	}
 	var step *box.StepError

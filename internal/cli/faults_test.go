@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"net"
 	"os"
 	"os/exec"
@@ -431,6 +432,9 @@ func (r *rig) followHints(said string) error {
 	for line := range strings.Lines(said) {
 		if hint, ok := strings.CutPrefix(strings.TrimSpace(line), "hint: box "); ok {
 			wrong = append(wrong, r.follow(hint))
+		} else if path, ok := strings.CutPrefix(strings.TrimSpace(line), "hint: less "); ok {
+			_, err := os.Stat(path)
+			wrong = append(wrong, err)
 		}
 	}
 	return errors.Join(wrong...)
@@ -763,6 +767,9 @@ func printFaults(verbs []faultVerb, kinds []faultKind, points [][]string, result
 		}
 		fmt.Println()
 		for _, p := range points[i] {
+			if !slices.ContainsFunc(slices.Collect(maps.Keys(results)), func(c faultCell) bool { return c.verb == i && c.point == p }) {
+				continue
+			}
 			fmt.Printf("  %-58s", p)
 			for k := range kinds {
 				result, ok := results[faultCell{i, p, k}]

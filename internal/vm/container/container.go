@@ -62,6 +62,17 @@ func New(engine string) *Driver {
 // Name implements vm.Driver.
 func (d *Driver) Name() string { return "container" }
 
+// Place tells where the engine keeps its objects. Another user, another HOME
+// or another daemon has another place, and an empty list there.
+func (d *Driver) Place(ctx context.Context) (string, error) {
+	format := "{{.ID}}" // of the daemon
+	if d.isPodman() {
+		format = "{{.Store.GraphRoot}}"
+	}
+	out, err := d.run(ctx, "info", "--format", format)
+	return strings.TrimSpace(string(out)), err
+}
+
 func (d *Driver) isPodman() bool { return filepath.Base(d.engine) != "docker" }
 
 // run executes one engine command and returns its standard output. Its error

@@ -67,6 +67,10 @@ func New(dir, tools string) *Driver { return &Driver{dir: dir, tools: tools} }
 // Name implements vm.Driver.
 func (d *Driver) Name() string { return "fake" }
 
+// Place tells where the machines are, as drivers do whose engine may have
+// several such places.
+func (d *Driver) Place(context.Context) (string, error) { return d.dir, nil }
+
 // record is a machine on disk.
 type record struct {
 	Name     string `json:"name"`
