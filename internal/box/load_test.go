@@ -56,7 +56,8 @@ func TestSharedLogins(t *testing.T) {
 		{Name: "codex", Lineage: "1", Loaded: true, Logins: []string{"codex"}},
 		{Name: "fresh", Lineage: "1", Loaded: true},
 		{Name: "other", Lineage: "2", Loaded: true, Logins: []string{"claude"}},
-		{Name: "old"}, {Name: "older"}, // from before there were lineages
+		{Name: "old"},
+		{Name: "older"}, // from before there were lineages
 	} {
 		rec.OwnerID = newID()
 		if err := m.registry.put(rec); err != nil {
