@@ -414,6 +414,15 @@ func (r *rig) cell(v faultVerb, point string, kind faultKind) (code int, err err
 	}
 	note(r.invariants(false))
 	note(r.settled(verb))
+	if verb == "save" && v.start == "stopped" {
+		// A stop in it that was cut short keeps Executor down for two minutes
+		// unless the box is stopped, or repaired.
+		if r.cells%2 == 0 {
+			note(r.must("stop", "alpha"))
+		} else {
+			note(r.must("repair", "alpha"))
+		}
+	}
 	if r.cells%10 == 0 {
 		note(r.must("doctor", "other"))
 	}

@@ -476,6 +476,13 @@ func TestShutdown(t *testing.T) {
 		t.Errorf("paused %v, %v", paused, err)
 	}
 	b.must("up") // the stop did not come
+	// Nor after this one, and a repair is what comes.
+	b.must("shutdown")
+	b.reaches(supervise.PhaseShutDown)
+	if _, err := supervise.Ask(t.Context(), b.l, supervise.OpReload, time.Minute); err != nil {
+		t.Fatal(err)
+	}
+	b.reaches(supervise.PhaseRunning)
 	if err := b.guardian.Process.Signal(syscall.SIGTERM); err != nil {
 		t.Fatal(err)
 	}

@@ -675,7 +675,8 @@ func (e *executor) releaseHold() {
 	e.wake()
 }
 
-// reload restarts Executor if what it was started with has changed.
+// reload restarts Executor if what it was started with has changed. Who wants
+// that does not stop the machine: a shutdown whose stop was interrupted is over.
 func (e *executor) reload(context.Context) error {
 	settings, err := e.l.ReadSettings()
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -690,7 +691,7 @@ func (e *executor) reload(context.Context) error {
 	if e.cur != nil && binErr == nil && e.cur.fingerprint != e.fingerprintOf(binary, settings) {
 		e.stopLocked("")
 	}
-	e.failures, e.nextStart = 0, time.Time{}
+	e.failures, e.nextStart, e.downUntil = 0, time.Time{}, time.Time{}
 	e.broadcast()
 	e.wake()
 	return nil
