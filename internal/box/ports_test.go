@@ -50,8 +50,9 @@ func TestPortsLostBetweenCheckAndUse(t *testing.T) {
 	if err := m.create(t.Context(), mu, g, vm.Base{}); err != nil {
 		t.Fatal(err)
 	}
+	alpha := mu.rec
 	t.Cleanup(func() {
-		if err := m.dispose(context.Background(), drv, mu.rec); err != nil {
+		if err := m.dispose(context.Background(), drv, alpha); err != nil {
 			t.Error(err)
 		}
 	})
