@@ -77,6 +77,10 @@ func (m *Manager) Load(ctx context.Context, path, name string, o LoadOptions) (r
 		return wire.Report{}, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
 	}
 	mu.ready(ctx, drv)
+	// From here on the box stays, and its record is the first to know.
+	if err := mu.durable(ctx, "ready", func() error { return m.registry.put(mu.rec) }); err != nil {
+		return wire.Report{}, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
+	}
 	report, err = m.refresh(ctx, mu, drv, g)
 	if err != nil {
 		mu.warn("the state is in " + name + "; what is left to do, `box repair " + name + "` does")
