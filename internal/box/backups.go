@@ -51,27 +51,29 @@ func backupTime(box, base string) (time.Time, bool) {
 // directory, by the name that archives are given, and the one that save wrote
 // last, wherever that is. found is false when there is none.
 func (m *Manager) NewestBackup(name string) (newest Backup, found bool, err error) {
-	paths, err := m.backupsIn(m.home.Backups(), name)
+	list, err := m.backupsIn(m.home.Backups(), name)
 	if err != nil {
 		return Backup{}, false, err
 	}
-	if len(paths) > 0 {
-		newest, found = paths[len(paths)-1], true
-	}
-	// A record that cannot be read has been reported by its reader.
-	if rec, err := m.registry.get(name); err == nil && rec.LastArchive != "" {
+	rec, recErr := m.registry.get(name) // one that cannot be read has been reported by its reader
+	if recErr == nil && rec.LastArchive != "" {
 		if info, err := os.Stat(rec.LastArchive); err == nil {
 			last := Backup{Path: rec.LastArchive, Time: info.ModTime().UTC()}
 			if when, ok := backupTime(name, filepath.Base(last.Path)); ok {
 				last.Time = when
 			}
-			if !found || last.Time.After(newest.Time) {
-				newest, found = last, true
-			}
+			list = append(list, last)
 		}
 	}
-	if found {
-		newest.Verified = m.home.verified(newest.Path)
+	for _, b := range list {
+		v, ok := m.home.verified(b.Path)
+		if ok && recErr == nil && v.Lineage != rec.Lineage {
+			continue // of an earlier box of that name
+		}
+		b.Verified = ok
+		if !found || b.Time.After(newest.Time) || b.Time.Equal(newest.Time) && b.Verified {
+			newest, found = b, true
+		}
 	}
 	return newest, found, nil
 }
@@ -104,6 +106,8 @@ type verification struct {
 	Size    int64     `json:"size"`
 	ModTime time.Time `json:"mod_time"`
 	Time    time.Time `json:"time"` // UTC, of the verification
+	// Lineage of the state inside: a name may be given to another box.
+	Lineage string `json:"lineage"`
 }
 
 func (h Home) verification(path string) string {
@@ -121,7 +125,10 @@ func (h Home) noteVerified(path string, report backup.Report, now time.Time) err
 	if err != nil {
 		return err
 	}
-	data, err := json.Marshal(verification{path, report.SHA256, report.Size, info.ModTime(), now.UTC()})
+	data, err := json.Marshal(verification{
+		Path: path, SHA256: report.SHA256, Size: report.Size, ModTime: info.ModTime(), Time: now.UTC(),
+		Lineage: report.Manifest.Lineage,
+	})
 	if err != nil {
 		return err
 	}
@@ -131,31 +138,36 @@ func (h Home) noteVerified(path string, report backup.Report, now time.Time) err
 	return atomicfile.Write(h.verification(path), append(data, '\n'), 0o600)
 }
 
-// verified reports whether this host has verified this very file.
-func (h Home) verified(path string) bool {
+// verified returns what this host knows of a file that it has verified, if it
+// is still that file.
+func (h Home) verified(path string) (v verification, ok bool) {
 	path, err := filepath.Abs(path)
 	if err != nil {
-		return false
+		return verification{}, false
 	}
 	data, err := os.ReadFile(h.verification(path))
 	if err != nil {
-		return false
+		return verification{}, false
 	}
-	var v verification
 	info, err := os.Stat(path)
-	return err == nil && json.Unmarshal(data, &v) == nil && v.Path == path && v.Size == info.Size() && v.ModTime.Equal(info.ModTime())
+	return v, err == nil && json.Unmarshal(data, &v) == nil && v.Path == path && v.Size == info.Size() && v.ModTime.Equal(info.ModTime())
 }
 
-// prune removes the oldest verified archives of a box in a directory until
-// keep are left, and returns what it removed. An archive that this host has
-// not verified, or that a command is reading, stays and counts for nothing.
-func (m *Manager) prune(dir, name string, keep int) (removed []string, err error) {
-	list, err := m.backupsIn(dir, name)
+// prune removes the oldest verified archives of a box's state beside its
+// newest, and returns what it removed, so that keep of them are left. The
+// newest itself stays whatever the clock says. An archive that this host has
+// not verified, that is of another state under the same name, or that a command
+// is reading, stays and counts for nothing.
+func (m *Manager) prune(newest, name, lineage string, keep int) (removed []string, err error) {
+	list, err := m.backupsIn(filepath.Dir(newest), name)
 	if err != nil {
 		return nil, err
 	}
-	list = slices.DeleteFunc(list, func(b Backup) bool { return !m.home.verified(b.Path) })
-	for _, b := range list[:max(0, len(list)-keep)] {
+	list = slices.DeleteFunc(list, func(b Backup) bool {
+		v, ok := m.home.verified(b.Path)
+		return !ok || v.Lineage != lineage || b.Path == newest
+	})
+	for _, b := range list[:max(0, len(list)+1-keep)] {
 		gone, err := backup.RemoveUnused(b.Path)
 		if err != nil {
 			return removed, err

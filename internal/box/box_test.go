@@ -346,7 +346,7 @@ func TestRegistry(t *testing.T) {
 	r := registry{h}
 	want := Record{
 		Name: "alpha", OwnerID: newID(), Driver: "fake", Phase: Creating, HostPort: 4790, BaseImage: "x",
-		Operation: &Operation{"new", "create", time.Unix(1e9, 0).UTC()}, Created: time.Unix(1e9, 0).UTC(),
+		Operation: &Operation{Verb: "new", Step: "create", Started: time.Unix(1e9, 0).UTC()}, Created: time.Unix(1e9, 0).UTC(),
 	}
 	if err := r.put(want); err != nil {
 		t.Fatal(err)

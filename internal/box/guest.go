@@ -282,7 +282,9 @@ func (mu *mutation) stateEvent(total int64) func(wire.Event) {
 		case wire.EventStep:
 			mu.subStep(mu.verb + ": " + wire.Printable(ev.Step))
 		case wire.EventProgress:
-			mu.m.opts.Report.Progress(ev.Done, max(total, ev.Done))
+			if ev.Done >= 0 {
+				mu.m.opts.Report.Progress(ev.Done, max(total, ev.Done))
+			}
 		default:
 			mu.remark(ev)
 		}

@@ -68,7 +68,7 @@ func (m *Manager) Load(ctx context.Context, path, name string, o LoadOptions) (r
 		return wire.Report{}, err
 	}
 	mu.rec = rec
-	mu.rec.Loaded, mu.rec.Logins = true, loaded.Logins
+	mu.rec.Loaded, mu.rec.Logins = loaded.Loaded, loaded.Logins
 	if mu.rec.Source, err = filepath.Abs(path); err != nil {
 		return wire.Report{}, err
 	}
@@ -94,13 +94,11 @@ func (m *Manager) Load(ctx context.Context, path, name string, o LoadOptions) (r
 
 // origin is what a record says of where a loaded state comes from.
 func origin(s archive.Summary, o LoadOptions) Record {
-	rec := Record{Loaded: true, Lineage: s.Manifest.Lineage}
-	if s.Legacy {
-		rec.Lineage = newID() // it has none to carry on
-	} else if !o.FreshLogins {
-		rec.Logins = s.Manifest.Logins
+	if s.Legacy || o.FreshLogins || len(s.Manifest.Logins) == 0 {
+		// No login is shared with anybody: a lineage of its own begins.
+		return Record{Lineage: newID()}
 	}
-	return rec
+	return Record{Loaded: true, Lineage: s.Manifest.Lineage, Logins: s.Manifest.Logins}
 }
 
 // describe tells what is about to be loaded and what it may burn.

@@ -101,6 +101,7 @@ type mutation struct {
 	lock *lock
 	log  *transcript
 	step string
+	stop bool       // the box was stopped before this mutation
 	pins *wire.Pins // versions to install in place of the configured ones; nil: none
 	// began is when this mutation was first journalled; earlier is what the
 	// journal held before, the trace of an interrupted mutation.
@@ -171,7 +172,7 @@ func (mu *mutation) enter(ctx context.Context, step string) error {
 		if mu.began.IsZero() {
 			mu.began = mu.m.opts.Now().UTC()
 		}
-		mu.rec.Operation = &Operation{Verb: mu.verb, Step: step, Started: mu.began}
+		mu.rec.Operation = &Operation{Verb: mu.verb, Step: step, Started: mu.began, Stop: mu.stop}
 		return mu.m.registry.put(mu.rec)
 	})
 }
@@ -201,8 +202,8 @@ func (mu *mutation) complete(ctx context.Context) error {
 	return mu.durable(ctx, "complete", func() error { return mu.m.registry.put(mu.rec) })
 }
 
-// trivial verbs only move a box between running and stopped.
-func trivial(verb string) bool { return verb == "start" || verb == "stop" }
+// trivial verbs leave a box as it is, but for running or stopped.
+func trivial(verb string) bool { return verb == "start" || verb == "stop" || verb == "save" }
 
 // end releases the lock. A failure at a step keeps the transcript and names
 // the step.

@@ -41,7 +41,8 @@ type Record struct {
 	BaseDigest string     `json:"base_digest"`
 	Isolation  string     `json:"isolation"`
 	Created    time.Time  `json:"created"` // UTC
-	// Lineage is the id that the state carries through save and load.
+	// Lineage is the id that the state carries through save and load, as long
+	// as logins travel with it.
 	Lineage string `json:"lineage,omitempty"`
 	// Loaded: the state came out of an archive, with Logins in it. A box that
 	// was not loaded is the origin of its lineage, with whatever logins its
@@ -68,6 +69,8 @@ type Operation struct {
 	Verb    string    `json:"verb"`
 	Step    string    `json:"step"`
 	Started time.Time `json:"started"` // UTC
+	// Stop: the box was stopped before, and is to be again.
+	Stop bool `json:"stop,omitempty"`
 }
 
 // registry is a directory with one file per box.

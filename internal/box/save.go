@@ -9,6 +9,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"syscall"
 	"time"
 
@@ -49,9 +50,15 @@ func (m *Manager) Save(ctx context.Context, name string, o SaveOptions) (saved S
 	if err != nil {
 		return Saved{}, err
 	}
-	defer func() { err = errors.Join(err, stop()) }()
-	g := m.guest(drv, name, mu.log)
+	saved, err = m.saveAwake(ctx, mu, m.guest(drv, name, mu.log), path, o)
+	if err := errors.Join(err, stop()); err != nil {
+		return saved, err
+	}
+	return saved, mu.complete(ctx)
+}
 
+// saveAwake saves a running box.
+func (m *Manager) saveAwake(ctx context.Context, mu *mutation, g guest, path string, o SaveOptions) (saved Saved, err error) {
 	if err := mu.enter(ctx, "look at the state"); err != nil {
 		return Saved{}, err
 	}
@@ -73,16 +80,21 @@ func (m *Manager) Save(ctx context.Context, name string, o SaveOptions) (saved S
 		return Saved{}, err
 	}
 	mu.rec.LastArchive = path
+	if mu.rec.Loaded { // it may have logged in to more since then
+		mu.rec.Logins = append(mu.rec.Logins, saved.Report.Manifest.Logins...)
+		slices.Sort(mu.rec.Logins)
+		mu.rec.Logins = slices.Compact(mu.rec.Logins)
+	}
 	if err := m.home.noteVerified(path, saved.Report, m.opts.Now()); err != nil {
 		mu.warn("remember that the archive was verified: " + err.Error())
 	}
 	if o.Keep > 0 {
-		if saved.Pruned, err = m.prune(filepath.Dir(path), name, o.Keep); err != nil {
+		if saved.Pruned, err = m.prune(path, mu.rec.Name, mu.rec.Lineage, o.Keep); err != nil {
 			// The archive is there; that is what counts.
 			mu.warn("prune older archives: " + err.Error())
 		}
 	}
-	return saved, mu.complete(ctx)
+	return saved, nil
 }
 
 // destination returns the absolute path of the new archive, which is free.
@@ -119,7 +131,9 @@ func (m *Manager) awake(ctx context.Context, mu *mutation) (drv vm.Driver, stop 
 		return nil, nil, err
 	}
 	stop = func() error { return nil }
-	if machine.State != vm.Running {
+	// One that a killed save has started is to be stopped, too.
+	mu.stop = machine.State != vm.Running || mu.earlier != nil && mu.earlier.Verb == "save" && mu.earlier.Stop
+	if mu.stop {
 		if err := mu.enter(ctx, "start"); err != nil {
 			return nil, nil, err
 		}

@@ -35,6 +35,9 @@ tokens work once, so two live copies of a state burn each other.`,
 			if err := readable(args[0]); err != nil {
 				return err
 			}
+			if rec, err := m.Lookup(args[1]); err == nil && rec.Phase == box.Ready {
+				return fmt.Errorf("load %s: box %s %w", args[1], args[1], box.ErrExists)
+			}
 			if o.Passphrase, err = a.passphrase(cmd.Context(), false); err != nil {
 				return fmt.Errorf("load %s: %w", args[0], err)
 			}

@@ -9,6 +9,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"hermes-box-lite/internal/archive"
+	"hermes-box-lite/internal/backup"
 	"hermes-box-lite/internal/box"
 	"hermes-box-lite/internal/wire"
 )
@@ -53,6 +54,10 @@ archive, you included.`,
 			}
 			if len(args) == 2 {
 				o.Path = args[1]
+				// Before anybody is asked for a passphrase.
+				if err := backup.Free(o.Path); err != nil {
+					return fmt.Errorf("save %s: %w", args[0], err)
+				}
 			}
 			if o.Passphrase, err = a.passphrase(cmd.Context(), true); err != nil {
 				return fmt.Errorf("save %s: %w", args[0], err)

@@ -116,9 +116,10 @@ func (t *terminal) progress() string {
 		return fmt.Sprintf("%s, %s/s", size(t.bytes), size(int64(rate)))
 	}
 	const width = 20
-	share := min(float64(t.bytes)/float64(t.total), 1)
+	share := min(max(float64(t.bytes)/float64(t.total), 0), 1)
 	bar := strings.Repeat("#", int(share*width)) + strings.Repeat(".", width-int(share*width))
-	left := time.Duration(float64(max(t.total-t.bytes, 0)) / max(rate, 1) * float64(time.Second))
+	const longest = 1000 * time.Hour // a box says the numbers
+	left := time.Duration(min(float64(max(t.total-t.bytes, 0))/max(rate, 1)*float64(time.Second), float64(longest)))
 	return fmt.Sprintf("[%s] %s of %s, %s/s, %s left", bar, size(t.bytes), size(t.total), size(int64(rate)), left.Round(time.Second))
 }
 

@@ -2,9 +2,11 @@ package cli
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"strings"
+	"syscall"
 	"text/tabwriter"
 	"time"
 
@@ -146,11 +148,15 @@ secret.`,
 // readable tells of a file that cannot be read before anybody is asked for a
 // passphrase.
 func readable(path string) error {
-	f, err := os.Open(path)
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // a FIFO would wait for its writer
 	if err != nil {
 		return err
 	}
-	return f.Close()
+	info, err := f.Stat()
+	if err == nil && !info.Mode().IsRegular() {
+		err = fmt.Errorf("%s is not a file", path)
+	}
+	return errors.Join(err, f.Close())
 }
 
 // completeFile completes an archive's path.

@@ -227,7 +227,7 @@ func (p *packer) directory(dir *os.File, name string, st *unix.Stat_t, only []st
 	skip := map[string]bool{}     // sidecars of databases that were captured
 	for _, base := range names {
 		child := name + "/" + base
-		if skip[base] || p.whole[child] {
+		if p.whole[child] {
 			continue
 		}
 		var below []string
@@ -437,6 +437,9 @@ func (p *packer) file(dir *os.File, base, name string, skip map[string]bool) err
 	defer func() { _ = f.Close() }()
 	if st.Mode&unix.S_IFMT != unix.S_IFREG || p.out != nil && p.out.Has(name) {
 		return p.lost(name, errReplaced)
+	}
+	if skip[base] && isSidecar(f, base, st.Size) {
+		return nil
 	}
 	if st.Nlink > 1 {
 		id := inodeOf(f, st)

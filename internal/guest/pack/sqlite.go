@@ -1,8 +1,10 @@
 package pack
 
 import (
+	"bytes"
 	"context"
 	"database/sql"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -34,6 +36,24 @@ const busyLimit = 5 * time.Second
 
 // sidecars are the files beside a database that belong to it.
 func sidecars() []string { return []string{"-wal", "-shm", "-journal"} }
+
+// isSidecar tells a database's own file from another that only has its name.
+func isSidecar(f *os.File, base string, size int64) bool {
+	head := make([]byte, 8)
+	if n, _ := f.ReadAt(head, 0); int64(n) < min(size, 8) {
+		return false
+	}
+	switch filepath.Ext(strings.ReplaceAll(base, "-", ".")) {
+	case ".wal": // file format, section 4.1
+		return size == 0 || bytes.Equal(head[:3], []byte{0x37, 0x7f, 0x06}) && head[3]&^1 == 0x82
+	case ".shm": // WAL-index header, in the byte order of its machine
+		const version = 3007000
+		return size == 0 || binary.NativeEndian.Uint32(head) == version || bytes.Equal(head, make([]byte, 8))
+	case ".journal": // section 3; a persistent one is zeroed when it is done
+		return size == 0 || bytes.Equal(head, make([]byte, 8)) || bytes.Equal(head, []byte{0xd9, 0xd5, 0x05, 0xf9, 0x20, 0xa1, 0x63, 0xd7})
+	}
+	return false
+}
 
 // snapshotPrefix names temporary files that are empty as long as they have a
 // name.
