@@ -59,7 +59,7 @@ $(TOOLS)/golangci-lint: tools/go.mod tools/go.sum
 	cd tools && GOBIN=$(TOOLS) go install tool
 	touch $@
 
-test: check e2e ## all tests
+test: check faults e2e ## all tests
 
 e2e: build ## scenarios on real containers with the real tools
 	scripts/e2e

@@ -237,9 +237,12 @@ func audit(dir, work string) []string {
 			hints[hint] = true
 		}
 	}
-	// Of transcripts the newest stay.
+	// Of transcripts the newest twenty stay, so an old one may have gone.
 	for _, hint := range evidence[max(0, len(evidence)-10):] {
-		hints[hint] = true
+		kept, _ := filepath.Glob(filepath.Join(filepath.Dir(strings.TrimPrefix(hint, "less ")), "*.log"))
+		if len(kept) < 19 {
+			hints[hint] = true
+		}
 	}
 	for hint := range hints {
 		if err := checkHint(hint); err != nil {
