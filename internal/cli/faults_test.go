@@ -30,12 +30,16 @@ import (
 // Variables of TestFaults.
 const (
 	faultsVar = "FAULTS"      // "all": every cell; a number: one of so many
-	seedVar   = "FAULTS_SEED" // which of them; default: the day
+	seedVar   = "FAULTS_SEED" // which of them
 	cellVar   = "FAULTS_CELL" // only cells whose name holds this text
 )
 
-// faultsSample is one of how many cells an ordinary run takes.
-const faultsSample = 40
+// An ordinary run takes one of so many cells, the same ones each time: a test
+// that fails on some days only tells of the day, not of the change.
+const (
+	faultsSample = 40
+	faultsSeed   = 14
+)
 
 // faultWorkers is more than there are processors: much of a cell is waiting.
 const faultWorkers = 6
@@ -677,7 +681,7 @@ func TestFaults(t *testing.T) {
 		}
 	}
 	total := len(cells)
-	one, seed := faultsSample, time.Now().YearDay()
+	one, seed := faultsSample, faultsSeed
 	if n, err := strconv.Atoi(os.Getenv(faultsVar)); err == nil && n > 0 {
 		one = n
 	}
