@@ -58,7 +58,7 @@ func (p Passphrase) bytes() ([]byte, error) {
 }
 
 // ReadPassphrase reads the first line of a file, as gpg's --passphrase-file
-// does.
+// does, but that a carriage return at its end is no part of it.
 func ReadPassphrase(path string) (Passphrase, error) {
 	f, err := os.Open(path)
 	if err != nil {
