@@ -14,6 +14,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 )
@@ -63,6 +64,14 @@ func TestArchiveAcrossDrivers(t *testing.T) {
 	h.must("load", first, beta)
 	h.checkState(beta)
 	h.useCredential(beta)
+	// Signals to a save from a machine end what runs in it, too.
+	cut := filepath.Join(h.dir, "cut.tar.gz.gpg")
+	for step, signal := range map[string]syscall.Signal{"look at the state": syscall.SIGINT, "save: pack Executor's data": syscall.SIGTERM, "save: pack the state": syscall.SIGKILL} {
+		h.ended(step, signal, "save", beta, cut)
+		if _, err := os.Lstat(cut); err == nil {
+			t.Errorf("%v at %q: there is a file under the final name", signal, step)
+		}
+	}
 	second := h.save(beta)
 	h.must("rm", beta, "--force")
 
