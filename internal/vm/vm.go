@@ -16,6 +16,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"time"
 )
 
 // Sentinels on which callers branch.
@@ -34,6 +35,13 @@ var (
 	// ErrPortTaken: the machine's loopback port was bound by something else
 	// between its reservation and its use. The caller may try another.
 	ErrPortTaken = errors.New("the port is taken")
+	// ErrNoTemplate: there is no template of this id.
+	ErrNoTemplate = errors.New("no such template")
+	// ErrInUse: a machine needs what was to be evicted; it was left alone.
+	ErrInUse = errors.New("a machine needs it")
+	// ErrCannotClone: this machine can not be cloned, now or for good; its
+	// state has to be copied in another way.
+	ErrCannotClone = errors.New("the machine cannot be cloned")
 )
 
 // EngineError says that the engine itself is missing or unusable, and how to
@@ -99,6 +107,9 @@ type Spec struct {
 	Name    string
 	OwnerID string // 32 hex; travels into the engine in the very call that creates the machine
 	Base    Base
+	// Template, unless it is "", is the id of the template to start from in
+	// place of Base; only for drivers that are a Cacher.
+	Template string
 	// Workload is the machine's long-lived command. It is run as root, on
 	// every start, by engines whose machines have a main command.
 	Workload   []string
@@ -160,4 +171,40 @@ type Driver interface {
 	// the command could not be run or ctx ended, in which case the guest's
 	// process was killed as far as the engine could be reached.
 	Exec(ctx context.Context, name string, cmd Command) (exit int, err error)
+}
+
+// Cached is a system that a driver keeps, so that machines start quickly.
+type Cached struct {
+	ID       string    // of a template as it was given to MakeTemplate, of a base its digest
+	Template bool      // a template, not a base in the driver's own form
+	Made     time.Time // UTC
+	Bytes    int64     // on this host's disks; 0 = not known
+	InUse    bool      // a machine needs it
+}
+
+// Cacher is an optional power of a driver: it keeps systems from which
+// machines start quickly. Everything that it keeps can be made again.
+type Cacher interface {
+	// MakeTemplate keeps the system of a machine, without what is in /data,
+	// under id (64 hex); a template of that id is replaced in one step. The
+	// machine is stopped or its guest has just synced; it may be stopped and
+	// started again meanwhile, and runs afterwards if it did before. What it
+	// does next changes nothing in the template. ErrNotOwner as for Delete.
+	MakeTemplate(ctx context.Context, name, ownerID, id string) error
+	// Cached returns all that is kept, in no order. What is half made or half
+	// removed is not part of it.
+	Cached(ctx context.Context) ([]Cached, error)
+	// Evict removes one of them; ErrInUse and ErrNoTemplate are possible.
+	Evict(ctx context.Context, id string) error
+}
+
+// Cloner is an optional power of a driver.
+type Cloner interface {
+	// Clone is Create for a machine whose system and /data begin as those of
+	// another one, ours by its owner id, in about the time of a start: nothing
+	// is copied. spec.Base and spec.Template are ignored. The source runs on;
+	// what it has written to its disks (the caller quiesces its guest) is in
+	// the clone, and what either does next is not in the other. Each can be
+	// deleted first. ErrCannotClone: nothing was made.
+	Clone(ctx context.Context, source, sourceOwnerID string, spec Spec) (Machine, error)
 }
