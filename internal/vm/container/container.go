@@ -49,7 +49,10 @@ type Driver struct {
 	engine string
 }
 
-var _ vm.Driver = (*Driver)(nil)
+var (
+	_ vm.Driver = (*Driver)(nil)
+	_ vm.Cacher = (*Driver)(nil)
+)
 
 // New returns a driver for the engine of that name or path; "" is podman.
 func New(engine string) *Driver {
@@ -317,7 +320,7 @@ func (d *Driver) Create(ctx context.Context, spec vm.Spec) (vm.Machine, error) {
 	if err := alreadyThere(spec.Name, o); err != nil {
 		return vm.Machine{}, err
 	}
-	image, err := d.importBase(ctx, spec.Base)
+	image, err := d.systemImage(ctx, spec)
 	if err != nil {
 		return vm.Machine{}, err
 	}
@@ -403,6 +406,14 @@ func (d *Driver) existsOr(ctx context.Context, spec vm.Spec, err error) error {
 		}
 	}
 	return err
+}
+
+// systemImage is the image that a machine starts from.
+func (d *Driver) systemImage(ctx context.Context, spec vm.Spec) (string, error) {
+	if spec.Template != "" {
+		return d.templateImage(ctx, spec.Template)
+	}
+	return d.importBase(ctx, spec.Base)
 }
 
 // importBase makes the base's image, once per digest.
@@ -549,6 +560,7 @@ func (d *Driver) Delete(ctx context.Context, name, ownerID string) error {
 	if len(left.all()) > 0 {
 		return errors.Join(append([]error{fmt.Errorf("%s is still there after its removal", prefix+name)}, errs...)...)
 	}
+	_ = d.pruneTemplates(ctx) // the next removal tries again
 	return nil
 }
 

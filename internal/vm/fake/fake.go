@@ -15,7 +15,8 @@
 //	kill              the calling process dies by SIGKILL
 //	after WHAT        one of these when the work is done
 //
-// Points are create, start, stop, inspect, list, delete, exec, and exec.VERB
+// Points are create, start, stop, inspect, list, delete, template, cached,
+// evict, clone, exec, and exec.VERB
 // for `hb VERB`, and those of the caller, see [Driver.Step]. The n-th time
 // that a process is at POINT after its step STEP has the name STEP:POINT@n, or
 // POINT@n before the first step; a fault of that name is preferred. When
@@ -58,7 +59,11 @@ type Driver struct {
 	again syscall.Signal // to be raised at the next point; 0: none
 }
 
-var _ vm.Driver = (*Driver)(nil)
+var (
+	_ vm.Driver = (*Driver)(nil)
+	_ vm.Cacher = (*Driver)(nil)
+	_ vm.Cloner = (*Driver)(nil)
+)
 
 // New returns a driver that keeps its machines in dir. The programs in the
 // directory tools, if any, are the ones that a machine has.
@@ -73,11 +78,11 @@ func (d *Driver) Place(context.Context) (string, error) { return d.dir, nil }
 
 // record is a machine on disk.
 type record struct {
-	Name     string `json:"name"`
-	OwnerID  string `json:"owner_id"`
-	ID       string `json:"id"`
-	HostPort int    `json:"host_port"`
-	Workload bool   `json:"workload"` // it has a supervisor, waiting for hb
+	Name     string   `json:"name"`
+	OwnerID  string   `json:"owner_id"`
+	ID       string   `json:"id"`
+	HostPort int      `json:"host_port"`
+	Workload []string `json:"workload"`
 	// Main is the main process; none when stopped.
 	Main process.ID `json:"main"`
 	// Ports that only hb in this machine uses; a real machine has its own.
@@ -295,44 +300,63 @@ func (d *Driver) describe(r record) vm.Machine {
 // Create implements vm.Driver.
 func (d *Driver) Create(ctx context.Context, spec vm.Spec) (m vm.Machine, err error) {
 	err = d.faulty(ctx, "create", func() error {
-		unlock, err := d.lock(spec.Name)
-		if err != nil {
-			return err
-		}
-		defer unlock()
-		if _, err := os.Stat(d.machineDir(spec.Name)); err == nil {
-			return fmt.Errorf("fake machine %s: %w", spec.Name, vm.ErrExists)
-		}
-		// The record arrives with the directory, by one rename.
-		tmp := d.machineDir(spec.Name) + ".making"
-		if err := os.RemoveAll(tmp); err != nil {
-			return err
-		}
-		for _, sub := range []string{"data", "etc", "run", "tmp", "opt/hermes-box/bin", "usr/local/bin", "var/log"} {
-			if err := os.MkdirAll(filepath.Join(tmp, "root", sub), 0o755); err != nil {
-				return err
+		m, err = d.make(spec, func(root string) error {
+			if spec.Template != "" {
+				return d.fromTemplate(spec.Template, root)
 			}
-		}
-		if d.tools != "" {
-			if err := os.CopyFS(filepath.Join(tmp, "root/usr/local/bin"), os.DirFS(d.tools)); err != nil {
+			for _, sub := range []string{"etc", "opt/hermes-box/bin", "usr/local/bin", "var/log"} {
+				if err := os.MkdirAll(filepath.Join(root, sub), 0o755); err != nil {
+					return err
+				}
+			}
+			if d.tools == "" {
+				return nil
+			}
+			if err := os.CopyFS(filepath.Join(root, "usr/local/bin"), os.DirFS(d.tools)); err != nil {
 				return fmt.Errorf("copy the tools: %w", err)
 			}
-		}
-		r := record{
-			Name: spec.Name, OwnerID: spec.OwnerID, ID: fmt.Sprintf("fake-%s-%d", spec.Name, time.Now().UnixNano()),
-			HostPort: spec.HostPort, Workload: len(spec.Workload) > 0,
-		}
-		data, err := json.Marshal(r)
-		if err != nil {
-			return err
-		}
-		if err := os.WriteFile(filepath.Join(tmp, "machine.json"), data, 0o600); err != nil {
-			return err
-		}
-		m = d.describe(r)
-		return os.Rename(tmp, d.machineDir(spec.Name))
+			return nil
+		})
+		return err
 	})
 	return m, err
+}
+
+// make makes a machine whose root is filled by fill; the record arrives with
+// the directory, by one rename.
+func (d *Driver) make(spec vm.Spec, fill func(root string) error) (vm.Machine, error) {
+	unlock, err := d.lock(spec.Name)
+	if err != nil {
+		return vm.Machine{}, err
+	}
+	defer unlock()
+	if _, err := os.Stat(d.machineDir(spec.Name)); err == nil {
+		return vm.Machine{}, fmt.Errorf("fake machine %s: %w", spec.Name, vm.ErrExists)
+	}
+	tmp := d.machineDir(spec.Name) + ".making"
+	if err := os.RemoveAll(tmp); err != nil {
+		return vm.Machine{}, err
+	}
+	for _, sub := range []string{"data", "run", "tmp"} {
+		if err := os.MkdirAll(filepath.Join(tmp, "root", sub), 0o755); err != nil {
+			return vm.Machine{}, err
+		}
+	}
+	if err := fill(filepath.Join(tmp, "root")); err != nil {
+		return vm.Machine{}, errors.Join(err, os.RemoveAll(tmp))
+	}
+	r := record{
+		Name: spec.Name, OwnerID: spec.OwnerID, ID: fmt.Sprintf("fake-%s-%d", spec.Name, time.Now().UnixNano()),
+		HostPort: spec.HostPort, Workload: spec.Workload,
+	}
+	data, err := json.Marshal(r)
+	if err != nil {
+		return vm.Machine{}, err
+	}
+	if err := os.WriteFile(filepath.Join(tmp, "machine.json"), data, 0o600); err != nil {
+		return vm.Machine{}, err
+	}
+	return d.describe(r), os.Rename(tmp, d.machineDir(spec.Name))
 }
 
 // Inspect implements vm.Driver.
@@ -401,11 +425,15 @@ func (d *Driver) Start(ctx context.Context, name string) error {
 			return err
 		}
 		defer func() { _ = console.Close() }()
-		script := `exec sleep 1000000000`
-		if r.Workload {
-			script = `hb="$HB_ROOT/opt/hermes-box/bin/hb"; until [ -x "$hb" ]; do sleep 0.05; done; exec "$hb" supervise`
+		argv := []string{"sleep", "1000000000"}
+		if len(r.Workload) > 0 {
+			argv = slices.Clone(r.Workload)
+			// Its absolute paths are the machine's own.
+			for i := range argv {
+				argv[i] = strings.ReplaceAll(argv[i], "/opt/hermes-box/", d.Root(name)+"/opt/hermes-box/")
+			}
 		}
-		cmd := exec.Command("/bin/sh", "-c", script)
+		cmd := exec.Command(argv[0], argv[1:]...)
 		r.DoorPort, r.ExecutorPort = strconv.Itoa(r.HostPort), freePort()
 		if r.HostPort == 0 {
 			r.DoorPort = freePort()

@@ -27,45 +27,54 @@ const (
 // baseFile is the path of a base's file as seen from a machine's directory.
 func baseFile(digest, name string) string { return filepath.Join("..", "..", "bases", digest, name) }
 
+func (d *Driver) baseDir(digest string) string { return filepath.Join(d.opts.Dir, "bases", digest) }
+
 // convert makes a disk of a base, once per digest, and returns the digest's
-// hexadecimal part.
-func (d *Driver) convert(ctx context.Context, base vm.Base) (string, error) {
+// hexadecimal part. The base is not evicted before it is released.
+func (d *Driver) convert(ctx context.Context, base vm.Base) (digest string, release func(), err error) {
 	_, digest, ok := strings.Cut(base.Digest, ":")
 	if !ok || !hexDigest.MatchString(digest) {
-		return "", fmt.Errorf("base digest %q is not algorithm:hex", base.Digest)
+		return "", nil, fmt.Errorf("base digest %q is not algorithm:hex", base.Digest)
 	}
-	dir := filepath.Join(d.opts.Dir, "bases", digest)
+	dir := d.baseDir(digest)
 	if err := os.MkdirAll(filepath.Dir(dir), 0o700); err != nil {
-		return "", err
+		return "", nil, err
 	}
-	unlock, err := flock(ctx, dir+".lock")
-	if err != nil {
-		return "", err
+	if release, err = flock(ctx, dir+".lock"); err != nil {
+		return "", nil, err
 	}
-	defer unlock()
 	if _, err := os.Stat(dir); err == nil {
-		return digest, nil
+		return digest, release, nil
 	}
+	if err := d.makeBase(ctx, base, dir); err != nil {
+		release()
+		return "", nil, err
+	}
+	return digest, release, nil
+}
+
+// makeBase makes the directory of a base.
+func (d *Driver) makeBase(ctx context.Context, base vm.Base, dir string) error {
 	// Programs of a killed conversion may still write to its directory, so
 	// every conversion has one of its own.
 	stale, err := filepath.Glob(dir + ".making.*")
 	if err != nil {
-		return "", err
+		return err
 	}
 	for _, path := range stale {
 		_ = os.RemoveAll(path) // the next one tries again
 	}
-	making, err := os.MkdirTemp(filepath.Dir(dir), digest+".making.")
+	making, err := os.MkdirTemp(filepath.Dir(dir), filepath.Base(dir)+".making.")
 	if err != nil {
-		return "", err
+		return err
 	}
 	if err = d.fill(ctx, base.Tar, making); err == nil {
 		err = os.Rename(making, dir)
 	}
 	if err != nil {
-		return "", errors.Join(err, os.RemoveAll(making))
+		return errors.Join(err, os.RemoveAll(making))
 	}
-	return digest, atomicfile.SyncDir(filepath.Dir(dir))
+	return atomicfile.SyncDir(filepath.Dir(dir))
 }
 
 var hexDigest = regexp.MustCompile(`^[0-9a-f]{32,128}$`)

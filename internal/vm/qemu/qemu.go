@@ -61,7 +61,11 @@ type Driver struct {
 	emulated  time.Duration // how long by emulation
 }
 
-var _ vm.Driver = (*Driver)(nil)
+var (
+	_ vm.Driver = (*Driver)(nil)
+	_ vm.Cacher = (*Driver)(nil)
+	_ vm.Cloner = (*Driver)(nil)
+)
 
 // New returns a driver; it touches nothing yet.
 func New(o Options) *Driver {
@@ -82,6 +86,8 @@ type record struct {
 	GuestPort   int        `json:"guest_port"`
 	Workload    []string   `json:"workload"`
 	Base        string     `json:"base"` // hexadecimal digest
+	System      disk       `json:"system"`
+	Data        disk       `json:"data"`
 	HostKey     string     `json:"host_key"`
 	HostPub     string     `json:"host_pub"`
 	ClientKey   string     `json:"client_key"`
@@ -186,6 +192,9 @@ func (d *Driver) load(name string) (record, error) {
 	if r.Name != name || r.OwnerID == "" || r.ID == "" {
 		return record{}, fmt.Errorf("%s is not the record of machine %s", d.recordPath(name), name)
 	}
+	if r.System.Top == "" { // a record of before there were layers
+		r.System, r.Data = disk{Top: firstSystem}, disk{Top: firstData}
+	}
 	if !r.QEMU.Alive() {
 		// A start that was killed may have started it and not come to record it.
 		if p, ok := findMachine(r.ID); ok {
@@ -265,9 +274,31 @@ func (d *Driver) List(ctx context.Context) ([]vm.Machine, error) {
 // defaultStorageGiB is the sparse size of /data's disk.
 const defaultStorageGiB = 64
 
-// Create implements vm.Driver. The machine's directory, with the owner id in
-// its record, appears by one rename.
+// Create implements vm.Driver.
 func (d *Driver) Create(ctx context.Context, spec vm.Spec) (vm.Machine, error) {
+	if spec.Template != "" {
+		return d.fromTemplate(ctx, spec)
+	}
+	if err := requireTools(lookPath); err != nil { // before a base is converted
+		return vm.Machine{}, err
+	}
+	base, release, err := d.convert(ctx, spec.Base)
+	if err != nil {
+		return vm.Machine{}, fmt.Errorf("prepare the base's disk: %w", err)
+	}
+	defer release()
+	return d.make(ctx, spec, func(dir string, r *record) error {
+		r.Base, r.System = base, disk{Top: firstSystem}
+		if err := overlay(ctx, dir, baseFile(base, baseDisk), firstSystem, max(8, spec.SystemGiB)); err != nil {
+			return err
+		}
+		return d.emptyData(ctx, spec, dir, r)
+	})
+}
+
+// make makes a machine with the disks that fill provides. The machine's
+// directory, with the owner id in its record, appears by one rename.
+func (d *Driver) make(ctx context.Context, spec vm.Spec, fill func(dir string, r *record) error) (vm.Machine, error) {
 	if err := requireTools(lookPath); err != nil {
 		return vm.Machine{}, err
 	}
@@ -279,10 +310,6 @@ func (d *Driver) Create(ctx context.Context, spec vm.Spec) (vm.Machine, error) {
 	}
 	if err := os.MkdirAll(d.machines(), 0o700); err != nil {
 		return vm.Machine{}, err
-	}
-	base, err := d.convert(ctx, spec.Base)
-	if err != nil {
-		return vm.Machine{}, fmt.Errorf("prepare the base's disk: %w", err)
 	}
 	unlock, err := d.lock(ctx, spec.Name)
 	if err != nil {
@@ -296,7 +323,7 @@ func (d *Driver) Create(ctx context.Context, spec vm.Spec) (vm.Machine, error) {
 	if err != nil {
 		return vm.Machine{}, err
 	}
-	r, err := d.populate(ctx, making, spec, base)
+	r, err := d.populate(making, spec, fill)
 	if err == nil {
 		// A directory that is not empty is never replaced by rename(2).
 		if err = os.Rename(making, d.dir(spec.Name)); errors.Is(err, syscall.EEXIST) || errors.Is(err, syscall.ENOTEMPTY) {
@@ -309,10 +336,10 @@ func (d *Driver) Create(ctx context.Context, spec vm.Spec) (vm.Machine, error) {
 	return d.describe(r), atomicfile.SyncDir(d.machines())
 }
 
-func (d *Driver) populate(ctx context.Context, dir string, spec vm.Spec, base string) (record, error) {
+func (d *Driver) populate(dir string, spec vm.Spec, fill func(dir string, r *record) error) (record, error) {
 	r := record{
 		Name: spec.Name, OwnerID: spec.OwnerID, ID: newUUID(), CPUs: max(1, spec.CPUs), MemoryMiB: spec.MemoryMiB,
-		HostPort: spec.HostPort, GuestPort: spec.GuestPort, Workload: spec.Workload, Base: base,
+		HostPort: spec.HostPort, GuestPort: spec.GuestPort, Workload: spec.Workload,
 	}
 	var err error
 	if r.HostKey, r.HostPub, err = newKey(); err != nil {
@@ -321,25 +348,7 @@ func (d *Driver) populate(ctx context.Context, dir string, spec vm.Spec, base st
 	if r.ClientKey, r.ClientPub, err = newKey(); err != nil {
 		return r, err
 	}
-	if err := run(ctx, dir, "qemu-img", "create", "-q", "-f", "qcow2", "-F", "raw", "-b", baseFile(base, baseDisk),
-		"system.qcow2", fmt.Sprintf("%dG", max(8, spec.SystemGiB))); err != nil {
-		return r, err
-	}
-	if err := os.Chmod(filepath.Join(dir, "system.qcow2"), 0o600); err != nil {
-		return r, err
-	}
-	storage := spec.StorageGiB
-	if storage == 0 {
-		storage = defaultStorageGiB
-	}
-	data := filepath.Join(dir, "data.raw")
-	if err := os.WriteFile(data, nil, 0o600); err != nil {
-		return r, err
-	}
-	if err := os.Truncate(data, int64(storage)<<30); err != nil {
-		return r, err
-	}
-	if err := run(ctx, dir, "mke2fs", "-q", "-F", "-t", "ext4", "-m", "0", "-L", "data", "data.raw"); err != nil {
+	if err := fill(dir, &r); err != nil {
 		return r, err
 	}
 	body, err := json.MarshalIndent(r, "", "  ")
@@ -347,6 +356,23 @@ func (d *Driver) populate(ctx context.Context, dir string, spec vm.Spec, base st
 		return r, err
 	}
 	return r, atomicfile.Write(filepath.Join(dir, "machine.json"), body, 0o600)
+}
+
+// emptyData makes the disk of an empty /data.
+func (d *Driver) emptyData(ctx context.Context, spec vm.Spec, dir string, r *record) error {
+	storage := spec.StorageGiB
+	if storage == 0 {
+		storage = defaultStorageGiB
+	}
+	r.Data = disk{Top: firstData}
+	path := filepath.Join(dir, firstData)
+	if err := os.WriteFile(path, nil, 0o600); err != nil {
+		return err
+	}
+	if err := os.Truncate(path, int64(storage)<<30); err != nil {
+		return err
+	}
+	return run(ctx, dir, "mke2fs", "-q", "-F", "-t", "ext4", "-m", "0", "-L", "data", firstData)
 }
 
 func newUUID() string {

@@ -29,9 +29,11 @@ func TestConformance(t *testing.T) {
 	}
 	hb := buildHB(t)
 	d := New(Options{Dir: dir, HB: func() ([]byte, error) { return hb, nil }})
-	if _, err := d.convert(t.Context(), base); err != nil {
+	_, release, err := d.convert(t.Context(), base)
+	if err != nil {
 		t.Fatal(err)
 	}
+	release()
 	vmtest.Run(t, vmtest.Harness{
 		Driver: d,
 		Base:   base, Isolated: true, Patience: 10 * time.Minute,

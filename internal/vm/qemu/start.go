@@ -175,10 +175,10 @@ func (d *Driver) arguments(r record, accel string) []string {
 		"-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
 		"-kernel", baseFile(r.Base, baseKernel), "-initrd", "initramfs.cpio",
 		"-append", kernel,
-		"-drive", "file=system.qcow2,if=none,id=system,format=qcow2,discard=unmap",
-		"-device", "virtio-blk-pci,drive=system",
-		"-drive", "file=data.raw,if=none,id=data,format=raw,discard=unmap",
-		"-device", "virtio-blk-pci,drive=data",
+		"-drive", "file=" + r.System.Top + ",if=none,id=" + systemDrive + ",format=" + formatOf(r.System.Top) + ",discard=unmap",
+		"-device", "virtio-blk-pci,drive=" + systemDrive,
+		"-drive", "file=" + r.Data.Top + ",if=none,id=" + dataDrive + ",format=" + formatOf(r.Data.Top) + ",discard=unmap",
+		"-device", "virtio-blk-pci,drive=" + dataDrive,
 		"-object", "rng-random,id=rng,filename=/dev/urandom", "-device", "virtio-rng-pci,rng=rng",
 		"-chardev", "file,id=console,path=console.log", "-serial", "chardev:console",
 		"-qmp", "unix:qmp.sock,server=on,wait=off",
@@ -303,7 +303,7 @@ func (d *Driver) Stop(ctx context.Context, name string) error {
 			return context.Cause(ctx)
 		}
 		if r.QEMU.Alive() {
-			quit(ctx, filepath.Join(d.dir(name), "qmp.sock"))
+			_ = d.monitor(ctx, name, command{Execute: "quit"}) // end is next
 		}
 	}
 	return errors.Join(end(ctx, r.QEMU), end(ctx, r.Passt))

@@ -84,6 +84,8 @@ func Run(t *testing.T, h Harness) {
 		{"parallel", s.parallel},
 		{"port", s.port},
 		{"reach", s.reach},
+		{"template", s.template},
+		{"clone", s.clone},
 	} {
 		t.Run(tc.name, tc.run)
 	}
