@@ -15,6 +15,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"hermes-box-lite/internal/guest/boot"
+	"hermes-box-lite/internal/guest/identity"
 	"hermes-box-lite/internal/guest/layout"
 	"hermes-box-lite/internal/guest/provision"
 	"hermes-box-lite/internal/guest/secrets"
@@ -195,7 +196,12 @@ func (a *app) ticketCommand() *cobra.Command {
 }
 
 func (a *app) shutdownCommand() *cobra.Command {
-	return verb("shutdown", "Stop Executor before the machine stops", "", cobra.NoArgs, a.mustBeRoot(func(ctx context.Context) error {
+	var undo bool
+	cmd := verb("shutdown", "Stop Executor before the machine stops", "", cobra.NoArgs, a.mustBeRoot(func(ctx context.Context) error {
+		if undo {
+			_, err := supervise.Ask(ctx, a.layout, supervise.OpReload, statusWait)
+			return err
+		}
 		_, err := supervise.Ask(ctx, a.layout, supervise.OpShutdown, downWait)
 		syncDisks()
 		if errors.Is(err, supervise.ErrNoSupervisor) {
@@ -203,6 +209,8 @@ func (a *app) shutdownCommand() *cobra.Command {
 		}
 		return err
 	}))
+	cmd.Flags().BoolVar(&undo, "undo", false, "the machine does not stop after all")
+	return cmd
 }
 
 func (a *app) helloCommand() *cobra.Command {
@@ -270,17 +278,22 @@ func (a *app) clockCommand() *cobra.Command {
 
 func (a *app) superviseCommand() *cobra.Command {
 	var isWorker bool
+	var owner string
 	cmd := verb("supervise", "Be the workload of the box", "", cobra.NoArgs, a.mustBeRoot(func(ctx context.Context) error {
 		logger := log.New(a.stderr, "hb supervise: ", 0)
+		if owner != "" && !identity.Valid(owner) {
+			return &exitError{exitUsage, fmt.Errorf("%q is not an owner id", owner)}
+		}
 		if isWorker {
-			return supervise.Worker(ctx, a.layout, logger)
+			return supervise.Worker(ctx, a.layout, owner, logger)
 		}
 		self, err := os.Executable()
 		if err != nil {
 			return err
 		}
-		return supervise.Guardian(ctx, a.layout, self, logger)
+		return supervise.Guardian(ctx, a.layout, self, owner, logger)
 	}))
+	cmd.Flags().StringVar(&owner, "owner", "", "the box's owner id")
 	cmd.Flags().BoolVar(&isWorker, "worker", false, "be the worker that the supervisor keeps")
 	return cmd
 }
@@ -309,6 +322,9 @@ func (a *app) provision(ctx context.Context, emit *wire.Emitter) error {
 		return fmt.Errorf("hold Executor: %w", err)
 	}
 	runErr := provision.Run(ctx, a.layout, req, emit)
+	if runErr == nil {
+		runErr = a.closeSecrets(ctx, emit)
+	}
 	release()
 	_, err = supervise.Ask(context.WithoutCancel(ctx), a.layout, supervise.OpReload, statusWait)
 	if errors.Is(err, supervise.ErrNoSupervisor) {

@@ -48,15 +48,18 @@ type Hello struct {
 // secret of the box; proxy URLs may carry the user's own credentials, hence
 // standard input and not arguments.
 type ProvisionRequest struct {
-	Protocol   int    `json:"protocol"`
-	BoxName    string `json:"box_name"`
-	HostPort   int    `json:"host_port"` // forwarded port of the door; 0 = none
-	EnvFile    string `json:"env_file"`  // box.env as it is to land at /etc/hermes-box.env
-	NodeMajor  int    `json:"node_major"`
-	Hermes     bool   `json:"hermes"`
-	Executor   bool   `json:"executor"`
-	WireMCP    bool   `json:"wire_mcp"`
-	Refresh    bool   `json:"refresh"` // repair: bring tools without a pinned version to the latest
+	Protocol  int    `json:"protocol"`
+	BoxName   string `json:"box_name"`
+	HostPort  int    `json:"host_port"` // forwarded port of the door; 0 = none
+	EnvFile   string `json:"env_file"`  // box.env as it is to land at /etc/hermes-box.env
+	NodeMajor int    `json:"node_major"`
+	Hermes    bool   `json:"hermes"`
+	Executor  bool   `json:"executor"`
+	WireMCP   bool   `json:"wire_mcp"`
+	Refresh   bool   `json:"refresh"` // repair: bring tools without a pinned version to the latest
+	// Prepared: the system is a copy of one on which the same request has
+	// succeeded, so that its tools are there and need not be looked at.
+	Prepared   bool   `json:"prepared,omitempty"`
 	Versions   Pins   `json:"versions"`
 	CABundle   string `json:"ca_bundle"` // additional CAs to trust, PEM
 	HTTPProxy  string `json:"http_proxy"`

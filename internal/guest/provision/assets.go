@@ -111,6 +111,11 @@ func (r *run) nameHost() (added bool, err error) {
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return false, err
 	}
+	if !r.settled {
+		if data, err = r.forgetHost(path, data); err != nil {
+			return false, err
+		}
+	}
 	known := map[string]bool{}
 	for line := range strings.Lines(string(data)) {
 		line, _, _ = strings.Cut(line, "#")
@@ -124,7 +129,7 @@ func (r *run) nameHost() (added bool, err error) {
 	if len(data) > 0 && !bytes.HasSuffix(data, []byte("\n")) {
 		missing = "\n"
 	}
-	for name, addr := range map[string]string{"localhost": "127.0.0.1", r.req.BoxName: "127.0.1.1"} {
+	for name, addr := range map[string]string{"localhost": "127.0.0.1", r.req.BoxName: ownAddress} {
 		if name != "" && !known[name] {
 			missing += addr + "\t" + name + "\n"
 			added = true
@@ -143,6 +148,26 @@ func (r *run) nameHost() (added bool, err error) {
 	}
 	return true, err
 }
+
+// forgetHost drops the line that nameHost wrote in the box whose system this
+// one is a copy of.
+func (r *run) forgetHost(path string, data []byte) ([]byte, error) {
+	var kept []byte
+	for line := range bytes.Lines(data) {
+		f := bytes.Split(bytes.TrimSuffix(line, []byte("\n")), []byte("\t"))
+		if len(f) == 2 && string(f[0]) == ownAddress && boxName.Match(f[1]) && string(f[1]) != r.req.BoxName {
+			continue
+		}
+		kept = append(kept, line...)
+	}
+	if len(kept) == len(data) {
+		return data, nil
+	}
+	return kept, os.WriteFile(path, kept, 0o644) // in place: engines may own the file
+}
+
+// ownAddress is where Debian has a machine's own name, hosts(5).
+const ownAddress = "127.0.1.1"
 
 // tmuxRelease is tmux's version as two numbers.
 type tmuxRelease struct{ major, minor int }

@@ -75,6 +75,7 @@ type run struct {
 	step     string
 	log      io.Writer // output of child commands: the host's transcript
 	settled  bool      // provisioning had succeeded before this Run
+	prepared bool      // the system is a copy of one that was verified
 	versions wire.RuntimeManifest
 	words    map[string]word   // what the programs said that were there at the beginning; nil: they are not to be believed
 	probed   map[string]string // tool -> the version that it told, as the agent, in this Run
@@ -86,6 +87,10 @@ func Run(ctx context.Context, l layout.Layout, req wire.ProvisionRequest, emit *
 	r := &run{l: l, req: req, emit: emit, log: os.Stderr}
 	if _, err := l.ReadSettings(); err == nil {
 		r.settled = true
+	}
+	if req.Prepared {
+		// A copy that does not know what is in it is looked at like any other.
+		r.versions, r.prepared = readVerified(l)
 	}
 	for _, s := range steps() {
 		if err := r.perform(ctx, s); err != nil {
@@ -100,6 +105,10 @@ func (r *run) perform(ctx context.Context, s step) error {
 	r.event(wire.EventStep, "")
 	if s.system && !r.l.Real() {
 		r.note("skipped: this is not a real box")
+		return nil
+	}
+	if s.system && r.prepared {
+		r.note("already there: the system is a copy of one that was provisioned")
 		return nil
 	}
 	stepCtx, cancel := context.WithTimeout(ctx, s.limit)

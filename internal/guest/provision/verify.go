@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/hex"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -331,6 +332,10 @@ func verify(ctx context.Context, r *run) error {
 			}
 		}
 	}
+	if r.prepared {
+		r.note("already verified: %d tools", len(r.versions.Tools))
+		return nil
+	}
 	s := look(ctx, r.l, r.settings(), r.probed, r.log)
 	if err := ctx.Err(); err != nil {
 		return err
@@ -346,7 +351,31 @@ func verify(ctx context.Context, r *run) error {
 	}
 	r.versions = s.manifest()
 	r.note("all there: %d tools, in %s", len(s.tools), strings.Join(s.envs, ", "))
-	return nil
+	return writeVerified(r.l, r.versions)
+}
+
+// verifiedPath is a file of the system that says which tools were verified in
+// it, for the copies of the system. The runtime manifest is part of the state.
+func verifiedPath(l layout.Layout) string { return filepath.Join(l.Opt(), "verified.json") }
+
+func writeVerified(l layout.Layout, m wire.RuntimeManifest) error {
+	m.Time = time.Time{} // what does not change is not written again
+	data, err := json.MarshalIndent(m, "", "  ")
+	if err != nil {
+		return err
+	}
+	_, err = writeIfDiffers(verifiedPath(l), append(data, '\n'), 0o644)
+	return err
+}
+
+func readVerified(l layout.Layout) (wire.RuntimeManifest, bool) {
+	data, err := os.ReadFile(verifiedPath(l))
+	var m wire.RuntimeManifest
+	if err != nil || wire.DecodeStrict(data, &m) != nil || m.Schema != 1 || len(m.Tools) == 0 {
+		return wire.RuntimeManifest{}, false
+	}
+	m.Time = time.Now().UTC().Truncate(time.Second)
+	return m, true
 }
 
 // Checks asks every required tool for its version, by name, as the agent, in

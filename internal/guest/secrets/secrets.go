@@ -77,6 +77,26 @@ func Ensure(l layout.Layout) (Tokens, error) {
 	return t, nil
 }
 
+// Forget removes the tokens, so that the next Ensure makes others, and leaves
+// the markers.
+func Forget(l layout.Layout) error {
+	dir := l.Secrets()
+	if err := ensureDir(dir); err != nil {
+		return fmt.Errorf("secrets: %w", err)
+	}
+	unlock, err := lockDir(dir)
+	if err != nil {
+		return fmt.Errorf("secrets: %w", err)
+	}
+	defer unlock()
+	for _, name := range []string{agentFile, operatorFile} {
+		if err := os.Remove(filepath.Join(dir, name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("secrets: %w", err)
+		}
+	}
+	return nil
+}
+
 func ensureDir(dir string) error {
 	// The state above it is the agent's to enter.
 	if err := os.MkdirAll(filepath.Dir(dir), 0o755); err != nil {

@@ -23,10 +23,11 @@ const (
 	othersPatience = time.Second
 )
 
-// Guardian runs `self supervise --worker` for ever, reaps what nobody else
+// Guardian runs `self supervise --worker`, with the owner id if it is not "",
+// for ever, reaps what nobody else
 // waits for, and ends when ctx does: worker first, then, as PID 1, everything
 // else, then sync.
-func Guardian(ctx context.Context, l layout.Layout, self string, logger *log.Logger) error {
+func Guardian(ctx context.Context, l layout.Layout, self, owner string, logger *log.Logger) error {
 	// The worker gets a signal when this thread ends.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -38,7 +39,10 @@ func Guardian(ctx context.Context, l layout.Layout, self string, logger *log.Log
 	signal.Notify(child, syscall.SIGCHLD)
 	defer signal.Stop(child)
 
-	g := &guardian{self: self, log: logger}
+	g := &guardian{self: self, args: []string{"hb", "supervise", "--worker"}, log: logger}
+	if owner != "" {
+		g.args = append(g.args, "--owner", owner)
+	}
 	for {
 		delay := g.keepWorker()
 		timer := time.NewTimer(delay)
@@ -56,6 +60,7 @@ func Guardian(ctx context.Context, l layout.Layout, self string, logger *log.Log
 
 type guardian struct {
 	self     string
+	args     []string // of the worker
 	log      *log.Logger
 	worker   int // 0 = none
 	started  time.Time
@@ -73,7 +78,7 @@ func (g *guardian) keepWorker() time.Duration {
 		return wait
 	}
 	// Not os/exec: its Wait would compete with reap for the exit status.
-	pid, err := syscall.ForkExec(g.self, []string{"hb", "supervise", "--worker"}, &syscall.ProcAttr{
+	pid, err := syscall.ForkExec(g.self, g.args, &syscall.ProcAttr{
 		Env:   os.Environ(),
 		Files: []uintptr{0, 1, 2},
 		Sys:   &syscall.SysProcAttr{Pdeathsig: syscall.SIGTERM},

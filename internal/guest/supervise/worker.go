@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"hermes-box-lite/internal/guest/door"
+	"hermes-box-lite/internal/guest/identity"
 	"hermes-box-lite/internal/guest/layout"
 	"hermes-box-lite/internal/guest/secrets"
 	"hermes-box-lite/internal/guest/wiring"
@@ -37,7 +38,8 @@ type worker struct {
 var ErrAnotherWorker = errors.New("another supervisor serves this box")
 
 // Worker keeps the box going until ctx ends, then stops Executor gracefully.
-func Worker(ctx context.Context, l layout.Layout, logger *log.Logger) error {
+// owner is the box's owner id; "" leaves the machine's identity as it is.
+func Worker(ctx context.Context, l layout.Layout, owner string, logger *log.Logger) error {
 	ctx, retire := context.WithCancel(ctx)
 	defer retire()
 	if err := os.MkdirAll(l.Run(), 0o700); err != nil {
@@ -56,6 +58,15 @@ func Worker(ctx context.Context, l layout.Layout, logger *log.Logger) error {
 		return fmt.Errorf("worker: %w", err)
 	} else if n > 0 {
 		logger.Printf("ended %d processes of an earlier worker's Executor", n)
+	}
+	if owner != "" {
+		renewed, err := identity.Assume(ctx, l, owner)
+		if err != nil {
+			return fmt.Errorf("worker: %w", err)
+		}
+		for _, what := range renewed {
+			logger.Printf("renewed the identity of the %s", what)
+		}
 	}
 	tokens, err := secrets.Ensure(l)
 	if err != nil {
