@@ -106,19 +106,34 @@ func (g guest) run(ctx context.Context, args ...string) error {
 func (g guest) hello(ctx context.Context) (wire.Hello, error) {
 	ctx, cancel := context.WithTimeout(ctx, g.limits.guest(time.Minute))
 	defer cancel()
-	_, out, err := g.call(ctx, nil, "hello")
+	code, out, err := g.call(ctx, nil, "hello")
+	if code == 126 || code == 127 { // of a shell and of the engines: it cannot be run, or is not there
+		return wire.Hello{}, &unfitError{g.name, fmt.Errorf("hb in the box cannot be run: %w", err)}
+	}
 	if err != nil {
 		return wire.Hello{}, err
 	}
 	var h wire.Hello
 	if err := wire.DecodeStrict(out, &h); err != nil {
-		return wire.Hello{}, fmt.Errorf("hb's handshake is not of this version (`box repair %s` replaces hb): %w", g.name, err)
+		return wire.Hello{}, &unfitError{g.name, fmt.Errorf("hb's handshake is not of this version: %w", err)}
 	}
 	if h.Protocol != wire.Protocol {
-		return h, fmt.Errorf("hb in the box speaks protocol %d, this box %d", h.Protocol, wire.Protocol)
+		return h, &unfitError{g.name, fmt.Errorf("hb in the box speaks protocol %d, and this box protocol %d", h.Protocol, wire.Protocol)}
 	}
 	return h, nil
 }
+
+// unfitError is an hb that this program cannot work with, and replaces.
+type unfitError struct {
+	name string
+	err  error
+}
+
+func (e *unfitError) Error() string { return e.err.Error() }
+func (e *unfitError) Unwrap() error { return e.err }
+
+// Hint returns the command that replaces hb.
+func (e *unfitError) Hint() string { return "box repair " + e.name }
 
 // ready waits until Executor is healthy, or is not to run.
 func (g guest) ready(ctx context.Context) error {
@@ -181,8 +196,14 @@ func (m *Manager) installHB(ctx context.Context, g guest) error {
 	return m.awaitSupervisor(ctx, g)
 }
 
+// quietWait is how long the wait for the supervisor needs no explanation, and
+// how long an engine that has just started a machine may not find hb in it.
+const quietWait = 10 * time.Second
+
 // awaitSupervisor returns when the supervisor of the machine answers.
 func (m *Manager) awaitSupervisor(ctx context.Context, g guest) error {
+	quiet := time.Now().Add(m.opts.Deadlines.guest(5*quietWait) / 5)
+	said := false
 	for {
 		h, err := g.hello(ctx)
 		if err == nil && h.Supervised {
@@ -191,12 +212,29 @@ func (m *Manager) awaitSupervisor(ctx context.Context, g guest) error {
 		if errors.Is(err, vm.ErrNotRunning) {
 			return fmt.Errorf("wait for the supervisor: %w", err)
 		}
+		if time.Now().After(quiet) && ctx.Err() == nil {
+			var unfit *unfitError
+			if errors.As(err, &unfit) {
+				return fmt.Errorf("wait for the supervisor: %w", err)
+			}
+			if !said {
+				said = true
+				m.opts.Report.Note("still waiting for the supervisor in the box" + because(err))
+			}
+		}
 		select {
 		case <-ctx.Done():
 			return errors.Join(context.Cause(ctx), err)
 		case <-time.After(100 * time.Millisecond):
 		}
 	}
+}
+
+func because(err error) string {
+	if err == nil {
+		return ""
+	}
+	return ": " + wire.Printable(err.Error())
 }
 
 // provisionRequest translates the configuration; pins, unless nil, replace the

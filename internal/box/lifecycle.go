@@ -33,6 +33,12 @@ func (m *Manager) Start(ctx context.Context, name string) (err error) {
 	if err := m.startMachine(ctx, drv, mu.rec, mu.log); err != nil {
 		return err
 	}
+	if was := mu.earlier; was != nil && (was.Verb == "stop" || was.Stop) {
+		// The services were told that the machine stops, and it did not.
+		if err := m.guest(drv, name, mu.log).run(ctx, "shutdown", "--undo"); err != nil {
+			mu.log.line("hb shutdown --undo: %v", err) // it expires by itself
+		}
+	}
 	return mu.complete(ctx)
 }
 
@@ -359,31 +365,38 @@ func (m *Manager) statusOf(rec Record, machine vm.Machine, known bool, listErr e
 		s.State = "interrupted"
 		s.Note = interruptedCreation(rec, listErr == nil && !known)
 	case op != nil && s.Note == "":
-		again := op.Verb
-		if again == "load" {
-			again = "repair" // the state is in
-		}
-		s.Note = fmt.Sprintf("interrupted while `box %s` (%s): run `box %s %s` again", op.Verb, op.Step, again, rec.Name)
-		if again != op.Verb {
-			s.Note = fmt.Sprintf("interrupted while `box %s` (%s): `box %s %s` finishes it", op.Verb, op.Step, again, rec.Name)
+		s.Note = fmt.Sprintf("%s (%s): run `box %s %s` again", ending(op), op.Step, op.Verb, rec.Name)
+		if op.Verb == "load" { // the state is in
+			s.Note = fmt.Sprintf("%s (%s): `box repair %s` finishes it", ending(op), op.Step, rec.Name)
 		}
 	}
 	return s, true
 }
 
+// ending tells how a mutation ended that did not complete.
+func ending(op *Operation) string {
+	if op.Failed {
+		return "the last `box " + op.Verb + "` failed"
+	}
+	return "interrupted while `box " + op.Verb + "`"
+}
+
 // interruptedCreation explains a box that never was ready; gone: certainly it
 // has no machine.
 func interruptedCreation(rec Record, gone bool) string {
-	verb, remove := verbOf(rec), "`box rm "+rec.Name+"`"
-	switch {
-	case verb == "rm":
-		return "interrupted while `box rm`: run " + remove + " again"
-	case rec.Source != "":
-		return fmt.Sprintf("interrupted while `box load`: `%s` begins again, %s removes what is there", finisher(rec), remove)
-	case gone:
-		return fmt.Sprintf("interrupted while `box %s`, and its machine is gone: `box new %s` begins again, %s forgets it", verb, rec.Name, remove)
+	op, remove := rec.Operation, "`box rm "+rec.Name+"`"
+	if op == nil {
+		op = &Operation{Verb: "new"}
 	}
-	return fmt.Sprintf("interrupted while `box %s`: `%s` finishes it, %s removes it", verb, finisher(rec), remove)
+	switch {
+	case op.Verb == "rm":
+		return ending(op) + ": run " + remove + " again"
+	case rec.Source != "":
+		return fmt.Sprintf("%s: `%s` begins again, %s removes what is there", ending(op), finisher(rec), remove)
+	case gone:
+		return fmt.Sprintf("%s, and its machine is gone: `box new %s` begins again, %s forgets it", ending(op), rec.Name, remove)
+	}
+	return fmt.Sprintf("%s: `%s` finishes it, %s removes it", ending(op), finisher(rec), remove)
 }
 
 // finisher is the command that takes a box to health that was never ready.

@@ -107,6 +107,8 @@ type mutation struct {
 	// journal held before, the trace of an interrupted mutation.
 	began   time.Time
 	earlier *Operation
+	// given reports whether the user has given the command up.
+	given func() bool
 }
 
 // begin locks the box and opens the transcript.
@@ -160,6 +162,7 @@ func (m *Manager) durable(ctx context.Context, point string, work func() error) 
 // after a signal.
 func (mu *mutation) enter(ctx context.Context, step string) error {
 	mu.step = step
+	mu.given = func() bool { return ctx.Err() != nil }
 	mu.m.opts.Report.Step(step)
 	mu.log.line("step %s", step)
 	if ctx.Err() != nil {
@@ -212,7 +215,11 @@ func (mu *mutation) end(err error) error {
 		mu.log.line("error %v", err)
 	}
 	path := mu.log.close(err != nil && mu.step != "")
-	if _, getErr := mu.m.registry.get(mu.name()); errors.Is(getErr, ErrNotFound) {
+	rec, getErr := mu.m.registry.get(mu.name())
+	if err != nil && getErr == nil {
+		mu.journalFailure(rec)
+	}
+	if errors.Is(getErr, ErrNotFound) {
 		mu.lock.discard()
 	} else {
 		mu.lock.release()
@@ -221,6 +228,22 @@ func (mu *mutation) end(err error) error {
 		return err
 	}
 	return &StepError{Verb: mu.verb, Name: mu.name(), Step: mu.step, Transcript: path, Err: err}
+}
+
+// journalFailure tells a failure, which was reported, from an interruption, of
+// which `box ls` is the first to tell.
+func (mu *mutation) journalFailure(rec Record) {
+	op := rec.Operation
+	if op == nil || op.Verb != mu.verb || !op.Started.Equal(mu.began) || mu.given == nil || mu.given() {
+		return
+	}
+	failed := *op
+	failed.Failed = true
+	rec.Operation = &failed
+	err := mu.m.durable(context.Background(), "step.failed", func() error { return mu.m.registry.put(rec) })
+	if err != nil {
+		mu.m.opts.Report.Warn("note that it failed: " + err.Error()) // ls calls it an interruption then
+	}
 }
 
 func (mu *mutation) name() string { return mu.rec.Name }

@@ -71,6 +71,8 @@ type Operation struct {
 	Started time.Time `json:"started"` // UTC
 	// Stop: the box was stopped before, and is to be again.
 	Stop bool `json:"stop,omitempty"`
+	// Failed: it ended by an error that it reported, and was not interrupted.
+	Failed bool `json:"failed,omitempty"`
 }
 
 // registry is a directory with one file per box.

@@ -420,12 +420,8 @@ func (r *rig) cell(v faultVerb, point string, kind faultKind) (code int, err err
 	note(r.settled(verb))
 	if verb == "save" && v.start == "stopped" {
 		// A stop in it that was cut short keeps Executor down for two minutes
-		// unless the box is stopped, or repaired.
-		if r.cells%2 == 0 {
-			note(r.must("stop", "alpha"))
-		} else {
-			note(r.must("repair", "alpha"))
-		}
+		// unless the box is stopped, started or repaired.
+		note(r.must([]string{"stop", "start", "repair"}[r.cells%3], "alpha"))
 	}
 	if r.cells%10 == 0 {
 		note(r.must("doctor", "other"))
@@ -463,7 +459,7 @@ func (r *rig) follow(line string) error {
 	return r.must(args...)
 }
 
-var quotedCommand = regexp.MustCompile("(interrupted while )?`box ([^`]+)`")
+var quotedCommand = regexp.MustCompile("(interrupted while |the last )?`box ([^`]+)`")
 
 // followListing runs what ls advises; where it offers a choice, each in turn.
 func (r *rig) followListing() error {

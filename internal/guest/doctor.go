@@ -213,6 +213,42 @@ func secretFiles() []string {
 	}
 }
 
+// closeSecrets takes the rights of others away from files with secrets.
+func (a *app) closeSecrets(ctx context.Context, emit *wire.Emitter) error {
+	note := func(path string) error {
+		return emit.Emit(wire.Event{Type: wire.EventNote, Step: "secrets", Text: path + " is closed to others now"})
+	}
+	// The tools' are the agent's, who rearranges its home as it likes.
+	out, err := a.askAgent(ctx, "check-home", "--close")
+	if err != nil {
+		return fmt.Errorf("close the tools' secrets: %w", err)
+	}
+	var home homeReport
+	if err := wire.DecodeStrict(out, &home); err != nil {
+		return fmt.Errorf("close the tools' secrets: %w", err)
+	}
+	for _, path := range home.Closed {
+		if err := note(path); err != nil {
+			return err
+		}
+	}
+	entries, err := os.ReadDir(a.layout.Secrets())
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		info, err := e.Info()
+		if err != nil || !info.Mode().IsRegular() || info.Mode().Perm()&0o077 == 0 {
+			continue
+		}
+		path := filepath.Join(a.layout.Secrets(), e.Name())
+		if err := errors.Join(os.Chmod(path, info.Mode().Perm()&^0o077), note(path)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // ownSecrets looks at layout.Secrets() as root.
 func (a *app) ownSecretsProblem() (path, problem string) {
 	dir := a.layout.Secrets()

@@ -57,15 +57,15 @@ func (a *app) stateChecks(ctx context.Context, repair string) []wire.Check {
 
 	sec := wire.Check{ID: "state.secrets", Status: wire.Pass, Summary: "files with secrets are their owner's alone"}
 	if path, problem := a.ownSecretsProblem(); problem != "" {
-		agentSees.LooseSecrets = append(agentSees.LooseSecrets, looseFile{path, problem, true})
+		agentSees.LooseSecrets = append(agentSees.LooseSecrets, looseFile{path, problem, false})
 	}
 	if len(agentSees.LooseSecrets) > 0 {
 		first := agentSees.LooseSecrets[0]
 		sec.Status, sec.Summary = wire.Fail, "files with secrets are open to others"
 		sec.Evidence = first.Path + ": " + first.Problem
-		sec.Fix = "chmod go= " + first.Path
-		if first.Root {
-			sec.Fix = "sudo " + sec.Fix
+		sec.Fix = repair
+		if first.Root { // repair changes no owners in the home
+			sec.Fix = "sudo chown " + layout.AgentName + ": " + first.Path
 		}
 	} else if err != nil {
 		sec.Status, sec.Summary = wire.Skip, "the agent's home cannot be examined"
@@ -145,14 +145,14 @@ func (a *app) ownerCheck(repair string) wire.Check {
 
 // askAgent runs a hidden verb of hb as the agent: root follows no path in a
 // directory that the agent can rearrange.
-func (a *app) askAgent(ctx context.Context, name string) ([]byte, error) {
+func (a *app) askAgent(ctx context.Context, name string, args ...string) ([]byte, error) {
 	self, err := os.Executable()
 	if err != nil {
 		return nil, err
 	}
 	ctx, cancel := context.WithTimeout(ctx, sqliteLimit+10*time.Second)
 	defer cancel()
-	cmd := a.layout.AgentCommand(ctx, self, name)
+	cmd := a.layout.AgentCommand(ctx, self, append([]string{name}, args...)...)
 	if _, err := os.Stat(cmd.Dir); err != nil {
 		return nil, err
 	}
@@ -191,11 +191,13 @@ type looseFile struct {
 type homeReport struct {
 	NotWritable  []string    `json:"not_writable"`
 	LooseSecrets []looseFile `json:"loose_secrets"`
+	Closed       []string    `json:"closed,omitempty"`
 }
 
 // checkHomeCommand looks at the agent's home with the agent's own rights.
 func (a *app) checkHomeCommand() *cobra.Command {
-	return verb("check-home", "Look at the home as the agent", "", cobra.NoArgs, func(*cobra.Command, []string) error {
+	var closing bool
+	cmd := verb("check-home", "Look at the home as the agent", "", cobra.NoArgs, func(*cobra.Command, []string) error {
 		var r homeReport
 		for _, dir := range []string{a.layout.Home(), a.layout.Workspace()} {
 			const writeAndEnter = 2 | 1 // W_OK|X_OK: access(2) writes nothing
@@ -211,10 +213,16 @@ func (a *app) checkHomeCommand() *cobra.Command {
 			}
 			st, ok := info.Sys().(*syscall.Stat_t)
 			switch {
-			case info.Mode().Perm()&0o077 != 0:
-				r.LooseSecrets = append(r.LooseSecrets, looseFile{Path: path, Problem: "mode " + info.Mode().Perm().String()})
 			case ok && int(st.Uid) != os.Geteuid():
 				r.LooseSecrets = append(r.LooseSecrets, looseFile{path, fmt.Sprintf("belongs to uid %d", st.Uid), true})
+			case info.Mode().Perm()&0o077 == 0:
+			case closing:
+				if err := os.Chmod(path, info.Mode().Perm()&^0o077); err != nil {
+					return err
+				}
+				r.Closed = append(r.Closed, path)
+			default:
+				r.LooseSecrets = append(r.LooseSecrets, looseFile{Path: path, Problem: "mode " + info.Mode().Perm().String()})
 			}
 		}
 		line, err := json.Marshal(r)
@@ -223,6 +231,8 @@ func (a *app) checkHomeCommand() *cobra.Command {
 		}
 		return a.printf("%s\n", line)
 	})
+	cmd.Flags().BoolVar(&closing, "close", false, "and close files with secrets to others")
+	return cmd
 }
 
 func (a *app) sqliteCheck(ctx context.Context) wire.Check {

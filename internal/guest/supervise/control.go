@@ -214,6 +214,12 @@ func (w *worker) answer(ctx context.Context, conn net.Conn) {
 		w.hold(ctx, conn)
 		return
 	}
+	if req.Op == OpStatus && outdated() && !w.exec.holding() {
+		// Without an answer: who asks waits for a supervisor of its own version.
+		w.log.Print("hb was replaced; the next worker runs the new one")
+		w.retire()
+		return
+	}
 	resp, err := w.perform(ctx, req.Op)
 	resp.Status = w.exec.status()
 	resp.OK = err == nil

@@ -166,6 +166,14 @@ func (e *executor) held() bool {
 	return e.holds > 0 || awaits || err != nil
 }
 
+// holding reports whether an operation that asked this worker keeps Executor
+// down.
+func (e *executor) holding() bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.holds > 0
+}
+
 // reconcile brings the process closer to what is wanted and returns when to
 // look again.
 func (e *executor) reconcile(ctx context.Context) time.Duration {
