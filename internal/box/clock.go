@@ -16,7 +16,7 @@ const clockTolerance = 5 * time.Second
 
 // hasOwnClock reports whether a machine's clock is not the host's own.
 func hasOwnClock(i vm.Isolation) bool {
-	return i == vm.IsolationKVM || i == vm.IsolationEmulated
+	return i == vm.IsolationKVM || i == vm.IsolationEmulated || i == vm.IsolationHypervisor
 }
 
 // clockSkew asks for the guest's clock and returns by how much it is ahead of

@@ -78,10 +78,12 @@ type Isolation string
 
 // Isolations.
 const (
-	IsolationKVM       Isolation = "vm (kvm)"
-	IsolationEmulated  Isolation = "vm (emulated)"
-	IsolationContainer Isolation = "container (shared kernel)"
-	IsolationNone      Isolation = "none (fake)"
+	IsolationKVM      Isolation = "vm (kvm)"
+	IsolationEmulated Isolation = "vm (emulated)"
+	// IsolationHypervisor is Apple's Hypervisor.framework.
+	IsolationHypervisor Isolation = "vm (hypervisor)"
+	IsolationContainer  Isolation = "container (shared kernel)"
+	IsolationNone       Isolation = "none (fake)"
 )
 
 // Machine is what an engine knows of one machine.
