@@ -59,11 +59,11 @@ func (m *Manager) Load(ctx context.Context, path, name string, o LoadOptions) (r
 	loaded := origin(found.Summary, o)
 	loaded.Name = name
 	m.describe(mu, found, loaded)
-	drv, base, err := m.prepare(ctx, mu)
+	drv, from, err := m.prepare(ctx, mu, false)
 	if err != nil {
 		return wire.Report{}, err
 	}
-	rec, err := m.newRecord(ctx, name, loaded.Lineage, drv, base)
+	rec, err := m.newRecord(ctx, name, loaded.Lineage, drv, from.base)
 	if err != nil {
 		return wire.Report{}, err
 	}
@@ -73,7 +73,7 @@ func (m *Manager) Load(ctx context.Context, path, name string, o LoadOptions) (r
 		return wire.Report{}, err
 	}
 	g := m.guest(drv, name, mu.log)
-	if err := m.fill(ctx, mu, drv, base, g, a, found, o); err != nil {
+	if err := m.fill(ctx, mu, drv, from, g, func() error { return m.restoreArchive(ctx, mu, g, a, found, o) }); err != nil {
 		return wire.Report{}, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
 	}
 	mu.ready(ctx, drv)
@@ -183,9 +183,9 @@ func pinsOf(s archive.Summary) (*wire.Pins, error) {
 	return pins, nil
 }
 
-// fill makes the box and puts the state in.
-func (m *Manager) fill(ctx context.Context, mu *mutation, drv vm.Driver, base vm.Base, g guest, a *backup.Archive, found backup.Report, o LoadOptions) error {
-	if err := m.create(ctx, mu, drv, base); err != nil {
+// fill makes the box and has the state put in.
+func (m *Manager) fill(ctx context.Context, mu *mutation, drv vm.Driver, from start, g guest, restore func() error) error {
+	if err := m.create(ctx, mu, drv, &from); err != nil {
 		return err
 	}
 	if err := mu.enter(ctx, "install hb"); err != nil {
@@ -200,9 +200,20 @@ func (m *Manager) fill(ctx context.Context, mu *mutation, drv vm.Driver, base vm
 	if err := m.provision(ctx, mu, g, false); err != nil {
 		return err
 	}
+	if err := m.keepTemplate(ctx, mu, drv, from); err != nil {
+		return err
+	}
 	if err := mu.enter(ctx, "restore"); err != nil {
 		return err
 	}
+	if err := restore(); err != nil {
+		return err
+	}
+	return g.run(ctx, "await-state", "--done")
+}
+
+// restoreArchive puts the state of a verified archive in.
+func (m *Manager) restoreArchive(ctx context.Context, mu *mutation, g guest, a *backup.Archive, found backup.Report, o LoadOptions) error {
 	restored, err := m.restore(ctx, mu, g, a, found, o)
 	if err != nil {
 		return err
@@ -210,10 +221,15 @@ func (m *Manager) fill(ctx context.Context, mu *mutation, drv vm.Driver, base vm
 	if err := sameState(restored, found); err != nil {
 		return err
 	}
+	mu.leftOut(restored)
+	return nil
+}
+
+// leftOut tells of logins that did not travel.
+func (mu *mutation) leftOut(restored wire.StateResult) {
 	for _, path := range restored.Dropped {
 		mu.note("left out: " + wire.Printable(path))
 	}
-	return g.run(ctx, "await-state", "--done")
 }
 
 // restore streams a verified archive into the box's empty state. The host's

@@ -36,7 +36,9 @@ type Options struct {
 	// HB returns the hb binary for this host's architecture.
 	HB func() ([]byte, error)
 	// Base prepares BASE_IMAGE.
-	Base   func(ctx context.Context, image string, note func(string)) (vm.Base, error)
+	Base func(ctx context.Context, image string, note func(string)) (vm.Base, error)
+	// Bases is the cache of what Base prepares; nil: there is none.
+	Bases  BaseCache
 	Report Reporter
 	Output io.Writer // sees the raw output of what runs in the guest; may be nil
 	Now    func() time.Time
@@ -103,6 +105,10 @@ type mutation struct {
 	step string
 	stop bool       // the box was stopped before this mutation
 	pins *wire.Pins // versions to install in place of the configured ones; nil: none
+	// prepared: the machine's system was provisioned as it is to be, here or
+	// where it was copied from.
+	prepared bool
+	kept     string // the template that this mutation has made; ""
 	// began is when this mutation was first journalled; earlier is what the
 	// journal held before, the trace of an interrupted mutation.
 	began   time.Time

@@ -11,15 +11,18 @@ import (
 )
 
 // workload is a machine's main command: it waits for hb to arrive and becomes
-// its supervisor.
-var workload = []string{
-	"/bin/sh", "-c",
-	"trap 'exit 0' TERM INT; until [ -x " + wire.HBPath + " ]; do sleep 0.1; done; exec " + wire.HBPath + " supervise",
+// its supervisor. The owner id tells a copy of a machine that it is one.
+func workload(ownerID string) []string {
+	return []string{
+		"/bin/sh", "-c",
+		"trap 'exit 0' TERM INT; until [ -x " + wire.HBPath + " ]; do sleep 0.1; done; exec " + wire.HBPath + " supervise --owner " + ownerID,
+	}
 }
 
 // NewOptions are the choices of one `new`.
 type NewOptions struct {
 	KeepOnFailure bool
+	Fresh         bool // start from the base, whatever is kept
 }
 
 // New makes a box and brings it to health. When it fails, the machine that
@@ -38,18 +41,19 @@ func (m *Manager) New(ctx context.Context, name string, o NewOptions) (report wi
 	if err := m.clearTheWay(ctx, mu); err != nil {
 		return wire.Report{}, err
 	}
-	drv, base, err := m.prepare(ctx, mu)
+	drv, from, err := m.prepare(ctx, mu, o.Fresh)
 	if err != nil {
 		return wire.Report{}, err
 	}
-	if mu.rec, err = m.newRecord(ctx, name, newID(), drv, base); err != nil {
+	if mu.rec, err = m.newRecord(ctx, name, newID(), drv, from.base); err != nil {
 		return wire.Report{}, err
 	}
-	if err := m.create(ctx, mu, drv, base); err != nil {
+	if err := m.create(ctx, mu, drv, &from); err != nil {
 		return wire.Report{}, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
 	}
-	report, err = m.bringUp(ctx, mu, drv)
+	report, err = m.bringUp(ctx, mu, drv, from)
 	if err != nil {
+		m.distrust(ctx, mu, drv, from)
 		return report, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
 	}
 	mu.ready(ctx, drv)
@@ -60,22 +64,26 @@ func (m *Manager) New(ctx context.Context, name string, o NewOptions) (report wi
 }
 
 // prepare does what can be done before anything of a new box exists.
-func (m *Manager) prepare(ctx context.Context, mu *mutation) (vm.Driver, vm.Base, error) {
+func (m *Manager) prepare(ctx context.Context, mu *mutation, fresh bool) (vm.Driver, start, error) {
 	if _, err := extraCAs(m.config.ExtraCAFile); err != nil {
-		return nil, vm.Base{}, err // found now, not after the machine was made
+		return nil, start{}, err // found now, not after the machine was made
 	}
 	drv, err := m.opts.Driver(ctx, m.config.Driver)
 	if err != nil {
-		return nil, vm.Base{}, err
+		return nil, start{}, err
 	}
 	if err := absent(ctx, drv, mu.rec.Name); err != nil {
-		return nil, vm.Base{}, err
+		return nil, start{}, err
 	}
 	if err := mu.enter(ctx, "base"); err != nil {
-		return nil, vm.Base{}, err
+		return nil, start{}, err
 	}
 	base, err := m.opts.Base(ctx, m.config.BaseImage, mu.note)
-	return drv, base, err
+	if err != nil {
+		return nil, start{}, err
+	}
+	from, err := m.startFrom(mu, drv, base, fresh)
+	return drv, from, err
 }
 
 func (m *Manager) newRecord(ctx context.Context, name, lineage string, drv vm.Driver, base vm.Base) (Record, error) {
@@ -139,9 +147,25 @@ func absent(ctx context.Context, drv vm.Driver, name string) error {
 // and its use.
 const portAttempts = 8
 
-// create makes and starts the machine. The record is on disk before the
+// create makes and starts a machine, from a template where there is one.
+func (m *Manager) create(ctx context.Context, mu *mutation, drv vm.Driver, from *start) error {
+	mu.prepared = from.template != ""
+	return m.launch(ctx, mu, drv, func(ctx context.Context, spec vm.Spec) (vm.Machine, error) {
+		spec.Base, spec.Template = from.base, from.template
+		machine, err := drv.Create(ctx, spec)
+		if errors.Is(err, vm.ErrNoTemplate) {
+			mu.note("the system that was kept is no longer there; starting from the base")
+			m.forgetTemplate(from)
+			mu.prepared, spec.Template = false, ""
+			machine, err = drv.Create(ctx, spec)
+		}
+		return machine, err
+	})
+}
+
+// launch has a machine made and starts it. The record is on disk before the
 // machine exists.
-func (m *Manager) create(ctx context.Context, mu *mutation, drv vm.Driver, base vm.Base) error {
+func (m *Manager) launch(ctx context.Context, mu *mutation, drv vm.Driver, make func(context.Context, vm.Spec) (vm.Machine, error)) error {
 	taken := map[int]bool{}
 	for range portAttempts {
 		if err := m.record(ctx, mu, taken); err != nil {
@@ -150,8 +174,8 @@ func (m *Manager) create(ctx context.Context, mu *mutation, drv vm.Driver, base 
 		if err := mu.enter(ctx, "create"); err != nil {
 			return err
 		}
-		machine, err := drv.Create(ctx, vm.Spec{
-			Name: mu.rec.Name, OwnerID: mu.rec.OwnerID, Base: base, Workload: workload,
+		machine, err := make(ctx, vm.Spec{
+			Name: mu.rec.Name, OwnerID: mu.rec.OwnerID, Workload: workload(mu.rec.OwnerID),
 			CPUs: m.config.CPUs, MemoryMiB: m.config.MemoryMiB,
 			SystemGiB: m.config.OverlayGiB, StorageGiB: m.config.StorageGiB,
 			HostPort: mu.rec.HostPort, GuestPort: wire.DoorPort,
@@ -219,7 +243,7 @@ func (m *Manager) isThere(ctx context.Context, drv vm.Driver, rec Record) bool {
 }
 
 // bringUp takes a started machine to a healthy box.
-func (m *Manager) bringUp(ctx context.Context, mu *mutation, drv vm.Driver) (wire.Report, error) {
+func (m *Manager) bringUp(ctx context.Context, mu *mutation, drv vm.Driver, from start) (wire.Report, error) {
 	g := m.guest(drv, mu.rec.Name, mu.log)
 	if err := mu.enter(ctx, "install hb"); err != nil {
 		return wire.Report{}, err
@@ -228,6 +252,9 @@ func (m *Manager) bringUp(ctx context.Context, mu *mutation, drv vm.Driver) (wir
 		return wire.Report{}, err
 	}
 	if err := m.provision(ctx, mu, g, false); err != nil {
+		return wire.Report{}, err
+	}
+	if err := m.keepTemplate(ctx, mu, drv, from); err != nil {
 		return wire.Report{}, err
 	}
 	return m.finish(ctx, mu, drv, g)
@@ -274,9 +301,12 @@ func (m *Manager) provision(ctx context.Context, mu *mutation, g guest, refresh 
 	if err != nil {
 		return err
 	}
+	req.Prepared = mu.prepared && !refresh
 	ctx, cancel := context.WithTimeoutCause(ctx, m.opts.Deadlines.guest(60*time.Minute), errors.New("provisioning took more than an hour"))
 	defer cancel()
-	return g.provision(ctx, req, mu)
+	err = g.provision(ctx, req, mu)
+	mu.prepared = mu.prepared || err == nil // once more is not to look at the tools again
+	return err
 }
 
 // wireMCP registers the endpoint with the tools, when the configuration asks

@@ -47,7 +47,7 @@ func TestPortsLostBetweenCheckAndUse(t *testing.T) {
 
 	mu := begin("alpha")
 	g := &grabber{Driver: drv, t: t, left: 3}
-	if err := m.create(t.Context(), mu, g, vm.Base{}); err != nil {
+	if err := m.create(t.Context(), mu, g, &start{}); err != nil {
 		t.Fatal(err)
 	}
 	alpha := mu.rec
@@ -67,7 +67,7 @@ func TestPortsLostBetweenCheckAndUse(t *testing.T) {
 	// One that loses every time gives up and leaves nothing.
 	mu = begin("beta")
 	g = &grabber{Driver: drv, t: t, left: 100}
-	err = m.create(t.Context(), mu, g, vm.Base{})
+	err = m.create(t.Context(), mu, g, &start{})
 	if !errors.Is(err, vm.ErrPortTaken) || len(g.taken) != portAttempts {
 		t.Errorf("%d ports tried, %v", len(g.taken), err)
 	}

@@ -275,7 +275,7 @@ func (a *app) manager() (*box.Manager, box.Home, error) {
 		output = a.term
 	}
 	return box.NewManager(box.Options{
-		Home: h, Config: cfg, Version: a.Version, HB: a.HB, Report: a.term, Output: output, Now: time.Now, Deadlines: a.Deadlines, Step: a.Step,
+		Home: h, Config: cfg, Version: a.Version, HB: a.HB, Report: a.term, Output: output, Now: time.Now, Deadlines: a.Deadlines, Step: a.Step, Bases: store,
 		Driver: func(ctx context.Context, name string) (vm.Driver, error) { return a.driver(ctx, cfg, name) },
 		Base: func(ctx context.Context, image string, note func(string)) (vm.Base, error) {
 			return store.Prepare(ctx, image, filepath.Dir(h.ConfigFile()), note)

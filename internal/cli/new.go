@@ -16,6 +16,9 @@ func (a *app) newCommand() *cobra.Command {
 		Long: `new creates a box, boots it, installs the tools, starts Executor, registers its
 MCP endpoint with the tools and runs the doctor.
 
+A box that is like an earlier one starts from a template, see box cache: the
+tools are there already. --fresh starts from the base and leaves templates alone.
+
 When it fails, the machine that this very command made is removed, and nothing
 else; a transcript is kept. --keep-on-failure keeps the machine too.`,
 		Example:           "  box new alpha",
@@ -51,6 +54,7 @@ else; a transcript is kept. --keep-on-failure keeps the machine too.`,
 			return err
 		},
 	}
+	cmd.Flags().BoolVar(&o.Fresh, "fresh", false, "start from the base, not from a template")
 	cmd.Flags().BoolVar(&o.KeepOnFailure, "keep-on-failure", false, "keep the machine of a failed new, to look at it")
 	return cmd
 }

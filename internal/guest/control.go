@@ -213,6 +213,17 @@ func (a *app) shutdownCommand() *cobra.Command {
 	return cmd
 }
 
+// syncCommand writes out what the kernel keeps in memory, before the host
+// copies a disk.
+func (a *app) syncCommand() *cobra.Command {
+	return verb("sync", "Write everything to the disks", "", cobra.NoArgs, a.mustBeRoot(func(context.Context) error {
+		if a.layout.Real() { // a host's disks are not this box's
+			syncDisks()
+		}
+		return nil
+	}))
+}
+
 func (a *app) helloCommand() *cobra.Command {
 	return verb("hello", "Answer the version handshake", "", cobra.NoArgs, a.mustBeRoot(func(ctx context.Context) error {
 		_, askErr := supervise.Ask(ctx, a.layout, supervise.OpStatus, statusWait)

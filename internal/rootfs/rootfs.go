@@ -371,3 +371,39 @@ func (c contextWriter) Write(p []byte) (int, error) {
 	}
 	return c.w.Write(p)
 }
+
+// Cached lists the prepared bases.
+func (s *Store) Cached() ([]vm.Cached, error) {
+	entries, err := os.ReadDir(s.dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	var all []vm.Cached
+	for _, e := range entries {
+		digest, ok := strings.CutSuffix(e.Name(), ".tar")
+		if !ok || !hexDigest.MatchString(digest) {
+			continue
+		}
+		info, err := e.Info()
+		if err != nil {
+			continue // removed meanwhile
+		}
+		all = append(all, vm.Cached{ID: digest, Made: info.ModTime().UTC(), Bytes: info.Size()})
+	}
+	return all, nil
+}
+
+// Evict removes a prepared base. Whoever reads it at this moment goes on.
+func (s *Store) Evict(digest string) error {
+	if !hexDigest.MatchString(digest) {
+		return fmt.Errorf("%q is not a digest", digest)
+	}
+	err := os.Remove(s.tarPath(digest))
+	if errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("base %s: %w", digest, vm.ErrNoTemplate)
+	}
+	return err
+}
