@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strconv"
@@ -151,7 +152,7 @@ func (m *Manager) Repair(ctx context.Context, name string) (report wire.Report, 
 	}
 	defer func() { err = mu.end(err) }()
 	if mu.rec.Source != "" {
-		return wire.Report{}, &GuestError{Text: "the state of " + mu.rec.Source + " is not in the box, and only a new load puts it there", Fix: finisher(mu.rec)}
+		return wire.Report{}, &GuestError{Text: "the state of " + mu.rec.Source + " is not in the box, and only a new " + verbOf(mu.rec) + " puts it there", Fix: finisher(mu.rec)}
 	}
 	if mu.rec.Phase == Creating {
 		mu.note("`box " + verbOf(mu.rec) + "` was interrupted; finishing it")
@@ -366,7 +367,12 @@ func (m *Manager) statusOf(rec Record, machine vm.Machine, known bool, listErr e
 		s.Note = interruptedCreation(rec, listErr == nil && !known)
 	case op != nil && s.Note == "":
 		s.Note = fmt.Sprintf("%s (%s): run `box %s %s` again", ending(op), op.Step, op.Verb, rec.Name)
-		if op.Verb == "load" { // the state is in
+		switch {
+		case op.Verb == "fork" && op.Stop:
+			s.Note = fmt.Sprintf("%s (%s): it was started for it, `box stop %s` stops it", ending(op), op.Step, rec.Name)
+		case op.Verb == "fork":
+			s.Note = fmt.Sprintf("%s (%s): nothing was changed here, `box start %s` is all", ending(op), op.Step, rec.Name)
+		case op.Verb == "load": // the state is in
 			s.Note = fmt.Sprintf("%s (%s): `box repair %s` finishes it", ending(op), op.Step, rec.Name)
 		}
 	}
@@ -401,8 +407,11 @@ func interruptedCreation(rec Record, gone bool) string {
 
 // finisher is the command that takes a box to health that was never ready.
 func finisher(rec Record) string {
-	if rec.Source != "" {
+	switch {
+	case filepath.IsAbs(rec.Source):
 		return "box load " + shellWord(rec.Source) + " " + rec.Name
+	case rec.Source != "":
+		return "box fork " + rec.Source + " " + rec.Name
 	}
 	return "box repair " + rec.Name
 }

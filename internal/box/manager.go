@@ -212,7 +212,9 @@ func (mu *mutation) complete(ctx context.Context) error {
 }
 
 // trivial verbs leave a box as it is, but for running or stopped.
-func trivial(verb string) bool { return verb == "start" || verb == "stop" || verb == "save" }
+func trivial(verb string) bool {
+	return verb == "start" || verb == "stop" || verb == "save" || verb == "fork"
+}
 
 // end releases the lock. A failure at a step keeps the transcript and names
 // the step.

@@ -44,13 +44,13 @@ type Record struct {
 	// Lineage is the id that the state carries through save and load, as long
 	// as logins travel with it.
 	Lineage string `json:"lineage,omitempty"`
-	// Loaded: the state came out of an archive, with Logins in it. A box that
+	// Loaded: the state came out of an archive or of another box, with Logins in it. A box that
 	// was not loaded is the origin of its lineage, with whatever logins its
 	// archives hold.
 	Loaded bool     `json:"loaded,omitempty"`
 	Logins []string `json:"logins,omitempty"`
-	// Source is the path of the archive whose state is not in the box yet; ""
-	// for every other box.
+	// Source is the absolute path of the archive, or the name of the box, whose
+	// state is not in the box yet; "" for every other box.
 	Source string `json:"source,omitempty"`
 	// LastArchive is the path of the newest archive that save wrote.
 	LastArchive string `json:"last_archive,omitempty"`

@@ -131,8 +131,8 @@ func (m *Manager) awake(ctx context.Context, mu *mutation) (drv vm.Driver, stop 
 		return nil, nil, err
 	}
 	stop = func() error { return nil }
-	// One that a killed save has started is to be stopped, too.
-	mu.stop = machine.State != vm.Running || mu.earlier != nil && mu.earlier.Verb == "save" && mu.earlier.Stop
+	// One that a killed save or fork has started is to be stopped, too.
+	mu.stop = machine.State != vm.Running || mu.earlier != nil && mu.earlier.Stop
 	if mu.stop {
 		if err := mu.enter(ctx, "start"); err != nil {
 			return nil, nil, err

@@ -24,8 +24,8 @@ next box with the same base, versions and configuration starts from it.
 A template with versions that were the latest ones is used for 7 days. All of it
 can be made again; no box depends on it.`,
 		Example: "  box cache ls",
-		Args: exactArgs(),
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+		Args:    exactArgs(),
+		RunE:    func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	cmd.AddCommand(a.cacheListCommand(), a.cachePruneCommand())
 	return cmd

@@ -32,7 +32,7 @@ survives stop, start and repair, and travels in encrypted archives (save, load).
 	root.AddCommand(
 		a.newCommand(), a.lsCommand(), a.enterCommand(), a.openCommand(), a.startCommand(), a.stopCommand(),
 		a.doctorCommand(), a.repairCommand(), a.saveCommand(), a.loadCommand(), a.verifyCommand(), a.extractCommand(),
-		a.rmCommand(), a.cacheCommand(), configTopic(), exitTopic(),
+		a.forkCommand(), a.rmCommand(), a.cacheCommand(), configTopic(), exitTopic(),
 	)
 	root.InitDefaultHelpCmd()
 	root.InitDefaultCompletionCmd()

@@ -108,7 +108,7 @@ Exit codes: 0 ok, 1 failed, 2 usage, 3 unhealthy (doctor).`,
 	)
 	for _, plumbing := range []*cobra.Command{
 		a.superviseCommand(), a.helloCommand(), a.readyCommand(), a.clockCommand(), a.provisionCommand(), a.attachCommand(),
-		a.runCommand(), a.ticketCommand(), a.tokenCommand(), a.shutdownCommand(), a.syncCommand(),
+		a.runCommand(), a.ticketCommand(), a.tokenCommand(), a.shutdownCommand(), a.syncCommand(), a.freezeCommand(), a.loginsCommand(),
 		a.checkSQLiteCommand(), a.checkHomeCommand(), a.wireApplyCommand(),
 		a.packCommand(), a.unpackCommand(), a.awaitStateCommand(), a.snapshotCommand(),
 	} {

@@ -109,6 +109,17 @@ func (a *app) awaitStateCommand() *cobra.Command {
 	return cmd
 }
 
+// loginsCommand names the tools that files of the state log in.
+func (a *app) loginsCommand() *cobra.Command {
+	return verb("logins", "Name the tools that are logged in", "", cobra.NoArgs, a.mustBeRoot(func(context.Context) error {
+		line, err := json.Marshal(pack.Logins(a.layout))
+		if err != nil {
+			return err
+		}
+		return a.printf("%s\n", line)
+	}))
+}
+
 // snapshotCommand is the part of pack that runs as a database's owner.
 func (a *app) snapshotCommand() *cobra.Command {
 	return verb(pack.SnapshotVerb+" FROM TO", "Copy a database", "", cobra.ExactArgs(2), func(cmd *cobra.Command, args []string) error {

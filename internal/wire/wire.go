@@ -91,6 +91,10 @@ const (
 	EventResult   EventType = "result"   // the last event; Error is empty on success
 )
 
+// FrozenStep is the step of `hb freeze` in which nothing is written to the
+// disks; it ends with standard input.
+const FrozenStep = "frozen"
+
 // Event is one line of a plumbing verb's event stream.
 type Event struct {
 	V     int       `json:"v"`

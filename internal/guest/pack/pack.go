@@ -146,7 +146,7 @@ func (p *packer) step(name string) {
 func (p *packer) manifest(req wire.PackRequest) archive.Manifest {
 	m := archive.Manifest{
 		Format: archive.Version, Box: req.Box, Time: req.Time.UTC(), Lineage: req.Lineage,
-		Tools: []archive.Tool{}, Logins: []string{},
+		Tools: []archive.Tool{}, Logins: Logins(p.layout),
 	}
 	var runtime wire.RuntimeManifest
 	if data, err := readSmall(p.layout.RuntimeManifest()); err == nil && wire.DecodeStrict(data, &runtime) == nil {
@@ -155,12 +155,18 @@ func (p *packer) manifest(req wire.PackRequest) archive.Manifest {
 			m.Tools = append(m.Tools, archive.Tool{Name: t.Name, Version: printableASCII(t.Version)})
 		}
 	}
+	return m
+}
+
+// Logins names the tools that files of the state log in.
+func Logins(l layout.Layout) []string {
+	found := []string{}
 	for _, login := range logins() {
-		if info, err := os.Lstat(p.layout.Path("/" + login.file)); err == nil && info.Mode().IsRegular() {
-			m.Logins = append(m.Logins, login.tool)
+		if info, err := os.Lstat(l.Path("/" + login.file)); err == nil && info.Mode().IsRegular() {
+			found = append(found, login.tool)
 		}
 	}
-	return m
+	return found
 }
 
 // printableASCII keeps what a version may consist of.

@@ -1,0 +1,294 @@
+package box
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"regexp"
+	"strconv"
+	"time"
+
+	"hermes-box-lite/internal/vm"
+	"hermes-box-lite/internal/wire"
+)
+
+// ForkOptions are the choices of one `fork`.
+type ForkOptions struct {
+	FreshLogins   bool // leave out the files that log tools in
+	KeepOnFailure bool
+}
+
+// Fork makes a new box with the state of another one, which may be running or
+// stopped and stays as it is. Drivers that can clone machines copy nothing;
+// elsewhere, and for fresh logins, the state is streamed from box to box. When
+// it fails, the machine that this very call made is removed.
+func (m *Manager) Fork(ctx context.Context, source, name string, o ForkOptions) (report wire.Report, err error) {
+	if err := CheckName(source); err != nil {
+		return wire.Report{}, err
+	}
+	if _, err := m.registry.get(source); err != nil {
+		return wire.Report{}, err
+	}
+	mu, err := m.begin(name, "fork")
+	if err != nil {
+		return wire.Report{}, err
+	}
+	mu.rec.Name = name
+	defer func() { err = mu.end(err) }()
+	if old, err := m.registry.get(name); err == nil && old.Phase != Creating {
+		return wire.Report{}, fmt.Errorf("box %s %w", name, ErrExists)
+	}
+	from, err := m.beginExisting(source, "fork")
+	if err != nil {
+		return wire.Report{}, err
+	}
+	defer func() {
+		from.step = "" // it is mu that names the step
+		_ = from.end(err)
+	}()
+	if from.rec.Phase != Ready {
+		return wire.Report{}, &GuestError{Text: "the box " + source + " was never finished", Fix: finisher(from.rec)}
+	}
+	drv, err := m.usable(ctx, from.rec)
+	if err != nil {
+		return wire.Report{}, err
+	}
+	if err := mu.enter(ctx, "check"); err != nil {
+		return wire.Report{}, err
+	}
+	if err := m.clearTheWay(ctx, mu); err != nil {
+		return wire.Report{}, err
+	}
+	if err := absent(ctx, drv, name); err != nil {
+		return wire.Report{}, err
+	}
+	if mu.rec, err = m.forkRecord(ctx, from.rec, name, drv); err != nil {
+		return wire.Report{}, err
+	}
+	if err := m.copyBox(ctx, mu, from, drv, o); err != nil {
+		return wire.Report{}, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
+	}
+	report, err = m.finish(ctx, mu, drv, m.guest(drv, name, mu.log))
+	if err != nil {
+		return report, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
+	}
+	mu.ready(ctx, drv)
+	if err := mu.complete(ctx); err != nil {
+		return report, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
+	}
+	return report, nil
+}
+
+// forkRecord begins the record of a fork.
+func (m *Manager) forkRecord(ctx context.Context, source Record, name string, drv vm.Driver) (Record, error) {
+	rec, err := m.newRecord(ctx, name, source.Lineage, drv, vm.Base{Digest: source.BaseDigest})
+	rec.BaseImage, rec.Source = source.BaseImage, source.Name
+	return rec, err
+}
+
+// copyBox makes a machine with the source's state, provisioned and with what
+// its record must say of its logins.
+func (m *Manager) copyBox(ctx context.Context, mu, from *mutation, drv vm.Driver, o ForkOptions) error {
+	g := m.guest(drv, mu.rec.Name, mu.log)
+	err := m.clone(ctx, mu, from, drv, o)
+	switch {
+	case errors.Is(err, vm.ErrCannotClone):
+		mu.note("the state is streamed from box to box: " + err.Error())
+		err = m.streamBox(ctx, mu, from, drv, o)
+	case err == nil:
+		err = m.settleClone(ctx, mu, g)
+	}
+	if err != nil {
+		return err
+	}
+	logins, err := g.logins(ctx)
+	if err != nil {
+		return err
+	}
+	mu.rec.Loaded, mu.rec.Logins = true, logins
+	if len(logins) == 0 { // no login is shared with anybody
+		mu.rec.Loaded, mu.rec.Lineage = false, newID()
+	} else if mu.rec.Lineage == "" { // the source is from before there were archives
+		mu.rec.Lineage = newID()
+		from.rec.Lineage = mu.rec.Lineage
+		if err := m.registry.put(from.rec); err != nil {
+			return err
+		}
+	}
+	if text := m.sharedLogins(mu.rec); text != "" {
+		mu.warn(text + "; --fresh-logins leaves them out")
+	}
+	return nil
+}
+
+// clone has the driver copy the source's disks, which show one moment of a
+// guest that was brought to rest for it.
+func (m *Manager) clone(ctx context.Context, mu, from *mutation, drv vm.Driver, o ForkOptions) error {
+	cloner, ok := power[vm.Cloner](drv)
+	if !ok {
+		return fmt.Errorf("the %s driver copies no machines: %w", drv.Name(), vm.ErrCannotClone)
+	}
+	if o.FreshLogins {
+		return fmt.Errorf("without the logins: %w", vm.ErrCannotClone)
+	}
+	machine, err := drv.Inspect(ctx, from.rec.Name)
+	if err != nil {
+		return err
+	}
+	mu.prepared = true // as far as the copy knows itself what was verified in it
+	return m.launch(ctx, mu, drv, func(ctx context.Context, spec vm.Spec) (copied vm.Machine, err error) {
+		work := func() error {
+			limited, cancel := within(ctx, m.opts.Deadlines.Engine)
+			defer cancel()
+			copied, err = cloner.Clone(limited, from.rec.Name, from.rec.OwnerID, spec)
+			return err
+		}
+		if machine.State != vm.Running {
+			return copied, work()
+		}
+		return copied, m.guest(drv, from.rec.Name, mu.log).frozen(ctx, mu, work)
+	})
+}
+
+// frozen does work while the guest writes nothing to its disks.
+func (g guest) frozen(ctx context.Context, mu *mutation, work func() error) error {
+	release, releasing := io.Pipe()
+	var workErr error
+	done := false
+	_, err := g.perform(ctx, mu, release, nil, func(ev wire.Event) {
+		if ev.Type == wire.EventStep && ev.Step == wire.FrozenStep && !done {
+			done = true
+			workErr = work()
+			_ = releasing.Close()
+		}
+	}, "freeze")
+	_ = release.Close()
+	switch {
+	case workErr != nil:
+		return workErr
+	case err != nil:
+		return err
+	case !done:
+		return errors.New("hb freeze did not say that the disks are at rest")
+	}
+	return nil
+}
+
+// settleClone makes a started copy the box that it is to be.
+func (m *Manager) settleClone(ctx context.Context, mu *mutation, g guest) error {
+	if err := mu.enter(ctx, "install hb"); err != nil {
+		return err
+	}
+	if err := m.installHB(ctx, g); err != nil {
+		return err
+	}
+	return m.provision(ctx, mu, g, false)
+}
+
+// streamBox makes a box and streams the source's state into it.
+func (m *Manager) streamBox(ctx context.Context, mu, from *mutation, drv vm.Driver, o ForkOptions) error {
+	if err := mu.enter(ctx, "base"); err != nil {
+		return err
+	}
+	base, err := m.opts.Base(ctx, m.config.BaseImage, mu.note)
+	if err != nil {
+		return err
+	}
+	begin, err := m.startFrom(mu, drv, base, false)
+	if err != nil {
+		return err
+	}
+	mu.rec.BaseImage, mu.rec.BaseDigest = m.config.BaseImage, base.Digest
+	_, stop, err := m.awake(ctx, from)
+	if err != nil {
+		return err
+	}
+	g := m.guest(drv, mu.rec.Name, mu.log)
+	err = m.fill(ctx, mu, drv, begin, g, func() error {
+		return m.pipeState(ctx, mu, m.guest(drv, from.rec.Name, mu.log), g, o)
+	})
+	if err := errors.Join(err, stop()); err != nil {
+		return err
+	}
+	if err := from.complete(ctx); err != nil {
+		return err
+	}
+	return m.provision(ctx, mu, g, false)
+}
+
+// pipeState streams the state of one box into another. Both count and digest
+// what has passed, and must agree.
+func (m *Manager) pipeState(ctx context.Context, mu *mutation, source, target guest, o ForkOptions) error {
+	plan, err := source.plan(ctx)
+	if err != nil {
+		return err
+	}
+	request, err := json.Marshal(wire.PackRequest{Protocol: wire.Protocol, Box: source.name, Time: m.opts.Now().UTC(), Lineage: mu.rec.Lineage})
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	pr, pw := io.Pipe()
+	type outcome struct {
+		event wire.Event
+		err   error
+	}
+	packed := make(chan outcome, 1)
+	go func() {
+		ev, err := source.perform(ctx, mu, bytes.NewReader(request), pw, mu.stateEvent(plan.Bytes), "pack")
+		if err != nil {
+			cancel(err) // the new box must not take the end of a bad stream for its end
+		}
+		_ = pw.CloseWithError(err)
+		packed <- outcome{ev, err}
+	}()
+	args := []string{"unpack", "--bytes", strconv.FormatInt(plan.Bytes, 10)}
+	if o.FreshLogins {
+		args = append(args, "--fresh-logins")
+	}
+	ev, err := target.perform(ctx, mu, pr, nil, func(wire.Event) {}, args...)
+	_ = pr.Close() // frees a stream that nobody reads any more
+	sent := <-packed
+	switch {
+	case err != nil && sent.err != nil && !errors.Is(sent.err, io.ErrClosedPipe):
+		return sent.err
+	case err != nil:
+		return err
+	case sent.err != nil:
+		return sent.err
+	case ev.State == nil || sent.event.State == nil:
+		return errors.New("hb did not say what it packed and unpacked")
+	}
+	if a, b := sent.event.State, ev.State; a.Stream != b.Stream || a.Entries != b.Entries || a.Bytes != b.Bytes || a.Digest != b.Digest {
+		return fmt.Errorf("the boxes do not agree on the state: %d entries with %d bytes in %s, %d with %d in %s, or other content",
+			a.Entries, a.Bytes, source.name, b.Entries, b.Bytes, target.name)
+	}
+	mu.leftOut(*ev.State)
+	return nil
+}
+
+var loginName = regexp.MustCompile(`^[a-z]{1,20}$`)
+
+// logins names the tools that are logged in by files of the box's state.
+func (g guest) logins(ctx context.Context) ([]string, error) {
+	ctx, cancel := context.WithTimeout(ctx, g.limits.guest(time.Minute))
+	defer cancel()
+	_, out, err := g.call(ctx, nil, "logins")
+	if err != nil {
+		return nil, err
+	}
+	var names []string
+	if err := wire.DecodeStrict(out, &names); err != nil {
+		return nil, fmt.Errorf("hb logins: %w", err)
+	}
+	for _, name := range names {
+		if !loginName.MatchString(name) {
+			return nil, fmt.Errorf("hb logins: %q is no tool", name)
+		}
+	}
+	return names, nil
+}
