@@ -1,0 +1,47 @@
+package smolvm
+
+import (
+	"bytes"
+	"encoding/json"
+	"os"
+	"strings"
+	"syscall"
+	"testing"
+
+	"hermes-box-lite/internal/vm"
+)
+
+func kill(t *testing.T, pid int) {
+	t.Helper()
+	if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// pid is what the stand-in tells as a machine's process.
+func (r *rig) pid(t *testing.T, name string) int {
+	t.Helper()
+	var m struct {
+		PID int `json:"pid"`
+	}
+	if err := json.Unmarshal([]byte(r.world.Must(t, "machine", "status", "--name", name, "--json")), &m); err != nil || m.PID <= 1 {
+		t.Fatalf("the process of %s is %d (%v)", name, m.PID, err)
+	}
+	return m.PID
+}
+
+// sh runs a script in a machine and returns its output.
+func (r *rig) sh(t *testing.T, name, script string) string {
+	t.Helper()
+	var out, words bytes.Buffer
+	code, err := r.Exec(ctx(t), name, vm.Command{Argv: []string{"/bin/sh", "-c", script}, Stdout: &out, Stderr: &words})
+	if err != nil || code != 0 {
+		t.Fatalf("%q: exit code %d, %v: %s", script, code, err, words.String())
+	}
+	return strings.TrimSpace(out.String())
+}
+
+func exists(path string) bool {
+	_, err := os.Lstat(path)
+	return err == nil
+}
