@@ -140,7 +140,14 @@ func (m *Manager) stopMachine(ctx context.Context, mu *mutation, drv vm.Driver) 
 		}
 		cancel()
 	}
-	return drv.Stop(ctx, mu.rec.Name)
+	if err := drv.Stop(ctx, mu.rec.Name); err != nil {
+		return err
+	}
+	machine, err = drv.Inspect(ctx, mu.rec.Name)
+	if err == nil && machine.State == vm.Running {
+		err = fmt.Errorf("the %s driver reports it stopped, and it still runs", drv.Name())
+	}
+	return err
 }
 
 // Repair refreshes tools and assets of a box, rewires it and examines it. A

@@ -162,7 +162,7 @@ func (a *app) conclude(ctx context.Context, err error) int {
 		return exitUnhealthy
 	case errors.As(err, &elsewhere):
 		return exitCleanup
-	case errors.Is(err, box.ErrNotFound), errors.Is(err, vm.ErrNotFound):
+	case errors.Is(err, box.ErrNotFound), errors.Is(err, vm.ErrNotFound) && !making(err):
 		return exitNotFound
 	case errors.As(err, &locked):
 		return exitLocked
@@ -170,6 +170,13 @@ func (a *app) conclude(ctx context.Context, err error) int {
 		return exitCleanup
 	}
 	return exitFailed
+}
+
+// making reports whether the command that failed was to make a box: a machine
+// that it then misses is no wrong name.
+func making(err error) bool {
+	var step *box.StepError
+	return errors.As(err, &step) && (step.Verb == "new" || step.Verb == "load")
 }
 
 // hintsOf collects the commands that help with an error.

@@ -93,6 +93,7 @@ func faultKinds() []faultKind {
 		{"INT INT", "twice INT", []int{130, 0}},
 		{"KILL", "kill", []int{137}},
 		{"KILL after", "after kill", []int{137}},
+		{"lie", "lie", failed},
 	}
 }
 
@@ -102,16 +103,19 @@ func (k faultKind) sudden() bool {
 }
 
 // applies reports whether a fault makes sense at a point: only engines and
-// guests hang, and moving a state takes as long as it takes.
+// guests hang or lie, and moving a state takes as long as it takes.
 func (k faultKind) applies(point string) bool {
-	if k.what != "hang" {
+	if k.what != "hang" && k.what != "lie" {
 		return true
 	}
 	_, call, isCall := strings.Cut(point, ":")
 	if !isCall {
 		call = point
 	}
-	return !strings.HasPrefix(call, "step.") && !strings.HasPrefix(call, "exec.unpack") && point != "step.save.save:exec.pack@1"
+	if strings.HasPrefix(call, "step.") {
+		return false
+	}
+	return k.what == "lie" || !strings.HasPrefix(call, "exec.unpack") && point != "step.save.save:exec.pack@1"
 }
 
 type faultCell struct {
@@ -384,6 +388,9 @@ func (r *rig) cell(v faultVerb, point string, kind faultKind) (code int, err err
 	// At once, and before anything else is run.
 	note(r.invariants(kind.sudden()))
 	rec := r.record("alpha")
+	if rec != nil && kind.sudden() && begun(lines, verb) && (rec.Operation == nil || rec.Operation.Verb != verb) {
+		note(fmt.Errorf("the journal says %+v", rec.Operation))
+	}
 	switch {
 	case code == 8 && rec == nil && point != "step.forget@1": // whose removal may not be durable
 		note(errors.New("a person must act, and the record is gone"))
@@ -411,13 +418,15 @@ func (r *rig) cell(v faultVerb, point string, kind faultKind) (code int, err err
 	default:
 		note(r.must(v.args(r)...))
 	}
-	if verb == "save" || verb == "start" && kind.sudden() {
-		if rec := r.record("alpha"); rec != nil && v.start != "stopped" {
-			note(r.must("doctor", "alpha")) // Executor serves again
-		}
+	if verb == "load" {
+		_, err := os.Stat(filepath.Join(r.workspace("alpha"), "marker"))
+		note(err) // the state, and not only a box
+	}
+	if verb != "stop" && verb != "rm" && v.start != "stopped" {
+		note(r.serving())
 	}
 	note(r.invariants(false))
-	note(r.settled(verb))
+	note(r.settled(v))
 	if verb == "save" && v.start == "stopped" {
 		// A stop in it that was cut short keeps Executor down for two minutes
 		// unless the box is stopped, started or repaired.
@@ -515,17 +524,39 @@ func (r *rig) listed(name string) (note, state string, err error) {
 	return "", "", nil
 }
 
+// begun reports whether a verb was sure to have journalled a step when its
+// fault happened, and had not completed.
+func begun(lines []string, verb string) bool {
+	first := slices.IndexFunc(lines, func(l string) bool { return strings.HasPrefix(l, "step."+verb+".") })
+	fault := slices.IndexFunc(lines, func(l string) bool { return strings.HasPrefix(l, "fault ") })
+	creating := verb == "new" || verb == "load" // whose first steps have no record
+	if creating {
+		first = slices.Index(lines, "step."+verb+".create@1")
+	}
+	done := func(l string) bool { return strings.Contains(l, ".complete@") || strings.Contains(l, "step.forget@") }
+	return first >= 0 && fault > first+1 && !slices.ContainsFunc(lines, done)
+}
+
+// serving: Executor is up, and not only supposed to be back soon.
+func (r *rig) serving() error {
+	var said string
+	for deadline := time.Now().Add(30 * time.Second); time.Now().Before(deadline); time.Sleep(50 * time.Millisecond) {
+		if _, said, _ = r.run(nil, "enter", "alpha", "--", "hb", "status"); strings.Contains(said, "running, pid") {
+			return nil
+		}
+	}
+	return fmt.Errorf("Executor is not up again:\n%s", indent(said))
+}
+
 // settled: everything is as if nothing had happened.
-func (r *rig) settled(verb string) error {
+func (r *rig) settled(v faultVerb) error {
 	note, state, err := r.listed("alpha")
 	want := "running"
-	switch verb {
-	case "rm":
+	switch verb := v.title; {
+	case verb == "rm":
 		want = ""
-	case "stop":
+	case verb == "stop", v.start == "stopped" && verb != "start":
 		want = "stopped"
-	case "save":
-		want = state // as it was
 	}
 	if err == nil && (state != want || note != "") {
 		err = fmt.Errorf("in the end ls says %q, %q", state, note)

@@ -149,7 +149,7 @@ const portsPerScript = 12
 
 func nextPorts() (lo, hi int) {
 	// Other runs of this very package start elsewhere.
-	lo = 20000 + (os.Getpid()%16)*750 + int(portRanges.Add(1)-1)*portsPerScript
+	lo = 9000 + (os.Getpid()%19)*1200 + int(portRanges.Add(1)-1)*portsPerScript
 	return lo, lo + portsPerScript - 1
 }
 
