@@ -277,6 +277,9 @@ func (h *home) close() {
 			t.Errorf("remove %s at the end: %s", name, r)
 		}
 	}
+	if r := h.box("cache", "prune", "--all"); r.code != 0 {
+		t.Errorf("remove the templates at the end: %s", r)
+	}
 	h.searchForSecrets()
 }
 

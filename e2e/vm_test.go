@@ -59,6 +59,7 @@ func TestVM(t *testing.T) {
 		h.in(name, "hb up")
 	})
 	step("clock", func(t *testing.T) { v.clock(t, name) })
+	step("fork", func(t *testing.T) { v.fork(t, name) })
 	step("state survives", func(t *testing.T) { v.survives(t, name) })
 	step("remove", func(t *testing.T) { v.remove(t, name) })
 	names := []string{h.name("cut"), h.name("two")}

@@ -51,10 +51,28 @@ func backupTime(box, base string) (time.Time, bool) {
 // directory, by the name that archives are given, and the one that save wrote
 // last, wherever that is. found is false when there is none.
 func (m *Manager) NewestBackup(name string) (newest Backup, found bool, err error) {
-	list, err := m.backupsIn(m.home.Backups(), name)
+	all, err := m.NewestBackups([]string{name})
+	newest, found = all[name]
+	return newest, found, err
+}
+
+// NewestBackups is NewestBackup for several boxes, in one look at the
+// directory; boxes without an archive are missing.
+func (m *Manager) NewestBackups(names []string) (map[string]Backup, error) {
+	inDirectory, err := m.backupsByBox()
 	if err != nil {
-		return Backup{}, false, err
+		return nil, err
 	}
+	newest := map[string]Backup{}
+	for _, name := range names {
+		if b, ok := m.newestOf(name, inDirectory[name]); ok {
+			newest[name] = b
+		}
+	}
+	return newest, nil
+}
+
+func (m *Manager) newestOf(name string, list []Backup) (newest Backup, found bool) {
 	rec, recErr := m.registry.get(name) // one that cannot be read has been reported by its reader
 	if recErr == nil && rec.LastArchive != "" {
 		if info, err := os.Stat(rec.LastArchive); err == nil {
@@ -65,17 +83,42 @@ func (m *Manager) NewestBackup(name string) (newest Backup, found bool, err erro
 			list = append(list, last)
 		}
 	}
+	slices.SortStableFunc(list, func(a, b Backup) int { return b.Time.Compare(a.Time) })
 	for _, b := range list {
+		if found && b.Time.Before(newest.Time) {
+			break // the older ones need no look
+		}
 		v, ok := m.home.verified(b.Path)
 		if ok && recErr == nil && v.Lineage != rec.Lineage {
 			continue // of an earlier box of that name
 		}
 		b.Verified = ok
-		if !found || b.Time.After(newest.Time) || b.Time.Equal(newest.Time) && b.Verified {
+		if !found || b.Verified {
 			newest, found = b, true
 		}
 	}
-	return newest, found, nil
+	return newest, found
+}
+
+// backupsByBox returns the archives in the backups directory by the boxes that
+// they are called after.
+func (m *Manager) backupsByBox() (map[string][]Backup, error) {
+	entries, err := os.ReadDir(m.home.Backups())
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, err
+	}
+	const tail = len("-"+backupLayout) + len(backupSuffix)
+	byBox := map[string][]Backup{}
+	for _, e := range entries {
+		if len(e.Name()) <= tail || !e.Type().IsRegular() {
+			continue
+		}
+		name := e.Name()[:len(e.Name())-tail]
+		if when, ok := backupTime(name, e.Name()); ok {
+			byBox[name] = append(byBox[name], Backup{Path: filepath.Join(m.home.Backups(), e.Name()), Time: when})
+		}
+	}
+	return byBox, nil
 }
 
 // backupsIn returns the archives of a box in a directory, oldest first.

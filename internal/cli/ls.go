@@ -55,15 +55,21 @@ interrupted or unknown. It locks nothing and starts nothing.
 			if err != nil {
 				return err
 			}
+			names := make([]string, 0, len(statuses))
+			for _, s := range statuses {
+				names = append(names, s.Name)
+			}
+			backups, err := m.NewestBackups(names)
+			if err != nil {
+				return err
+			}
 			list := listing{Schema: 1, Boxes: []listingBox{}}
 			for _, s := range statuses {
 				row := listingBox{
 					Name: s.Name, State: s.State, Driver: s.Driver, Isolation: s.Isolation,
 					ExecutorURL: s.ExecutorURL, Note: wire.Printable(s.Note),
 				}
-				if backup, found, err := m.NewestBackup(s.Name); err != nil {
-					return err
-				} else if found {
+				if backup, found := backups[s.Name]; found {
 					row.LastBackup = &listingBackup{backup.Path, backup.Time, backup.Verified}
 				}
 				list.Boxes = append(list.Boxes, row)

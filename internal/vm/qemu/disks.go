@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
@@ -326,11 +327,12 @@ func (d *Driver) neededBases() (map[string]bool, error) {
 		return nil, err
 	}
 	needed := map[string]bool{}
+	running := sync.OnceValue(runningMachines)
 	for _, e := range entries {
 		if strings.HasPrefix(e.Name(), ".") {
 			continue
 		}
-		r, err := d.load(e.Name())
+		r, err := d.read(e.Name(), running)
 		if errors.Is(err, vm.ErrNotFound) {
 			continue
 		}

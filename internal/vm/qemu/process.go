@@ -1,11 +1,11 @@
 package qemu
 
 import (
-	"bytes"
 	"context"
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -34,23 +34,27 @@ func end(ctx context.Context, p process.ID) error {
 	return nil
 }
 
-// findMachine looks for the QEMU process of a machine by the UUID in its
-// arguments.
-func findMachine(id string) (process.ID, bool) {
+// runningMachines looks for all QEMU processes, by the UUID in their arguments.
+func runningMachines() map[string]process.ID {
+	found := map[string]process.ID{}
 	paths, _ := filepath.Glob("/proc/[0-9]*/cmdline")
 	for _, path := range paths {
 		data, err := os.ReadFile(path)
-		if err != nil || !bytes.Contains(data, []byte("\x00-uuid\x00"+id+"\x00")) {
+		if err != nil {
+			continue // it has ended
+		}
+		args := strings.Split(string(data), "\x00")
+		i := slices.Index(args, "-uuid")
+		if i < 0 || i+1 == len(args) || filepath.Base(args[0]) != hostSystem().program {
 			continue
 		}
-		program, _, _ := strings.Cut(string(data), "\x00")
 		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(path)))
-		if err != nil || filepath.Base(program) != hostSystem().program {
+		if err != nil {
 			continue
 		}
 		if p := process.Identify(pid); p.Alive() {
-			return p, true
+			found[args[i+1]] = p
 		}
 	}
-	return process.ID{}, false
+	return found
 }

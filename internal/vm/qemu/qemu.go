@@ -26,6 +26,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
@@ -172,7 +173,11 @@ func (d *Driver) sweep(name string) error {
 
 // load reads a machine's record. A directory without one is left-over storage
 // and nobody's.
-func (d *Driver) load(name string) (record, error) {
+func (d *Driver) load(name string) (record, error) { return d.read(name, runningMachines) }
+
+// read is load for who knows the processes, or looks for them when they are
+// needed.
+func (d *Driver) read(name string, running func() map[string]process.ID) (record, error) {
 	data, err := os.ReadFile(d.recordPath(name))
 	if errors.Is(err, fs.ErrNotExist) {
 		if _, err := os.Lstat(d.dir(name)); err == nil {
@@ -197,7 +202,7 @@ func (d *Driver) load(name string) (record, error) {
 	}
 	if !r.QEMU.Alive() {
 		// A start that was killed may have started it and not come to record it.
-		if p, ok := findMachine(r.ID); ok {
+		if p, ok := running()[r.ID]; ok {
 			r.QEMU = p
 		}
 	}
@@ -251,17 +256,19 @@ func (d *Driver) List(ctx context.Context) ([]vm.Machine, error) {
 		return nil, err
 	}
 	var list []vm.Machine
+	running := sync.OnceValue(runningMachines) // once for all
 	for _, e := range entries {
 		if strings.HasPrefix(e.Name(), ".") {
 			continue // being made or being removed
 		}
-		m, err := d.Inspect(ctx, e.Name())
-		if errors.Is(err, vm.ErrNotFound) {
-			continue
-		}
 		if ctx.Err() != nil {
 			return nil, context.Cause(ctx)
 		}
+		r, err := d.read(e.Name(), running)
+		if errors.Is(err, vm.ErrNotFound) {
+			continue
+		}
+		m := d.describe(r)
 		if err != nil {
 			// A damaged record: something is there, nobody knows whose.
 			m = vm.Machine{Name: e.Name(), State: vm.Unknown, Isolation: vm.IsolationEmulated}
@@ -279,7 +286,7 @@ func (d *Driver) Create(ctx context.Context, spec vm.Spec) (vm.Machine, error) {
 	if spec.Template != "" {
 		return d.fromTemplate(ctx, spec)
 	}
-	if err := requireTools(lookPath); err != nil { // before a base is converted
+	if err := d.admit(spec); err != nil { // before a base is converted
 		return vm.Machine{}, err
 	}
 	base, release, err := d.convert(ctx, spec.Base)
@@ -296,17 +303,25 @@ func (d *Driver) Create(ctx context.Context, spec vm.Spec) (vm.Machine, error) {
 	})
 }
 
+// admit refuses what cannot be made.
+func (d *Driver) admit(spec vm.Spec) error {
+	if err := requireTools(lookPath); err != nil {
+		return err
+	}
+	if spec.MemoryMiB < 256 {
+		return fmt.Errorf("a virtual machine needs at least 256 MiB of memory, not %d", spec.MemoryMiB)
+	}
+	if _, err := os.Lstat(d.dir(spec.Name)); err == nil {
+		return fmt.Errorf("%s: %w", d.dir(spec.Name), vm.ErrExists)
+	}
+	return nil
+}
+
 // make makes a machine with the disks that fill provides. The machine's
 // directory, with the owner id in its record, appears by one rename.
 func (d *Driver) make(ctx context.Context, spec vm.Spec, fill func(dir string, r *record) error) (vm.Machine, error) {
-	if err := requireTools(lookPath); err != nil {
+	if err := d.admit(spec); err != nil {
 		return vm.Machine{}, err
-	}
-	if spec.MemoryMiB < 256 {
-		return vm.Machine{}, fmt.Errorf("a virtual machine needs at least 256 MiB of memory, not %d", spec.MemoryMiB)
-	}
-	if _, err := os.Lstat(d.dir(spec.Name)); err == nil {
-		return vm.Machine{}, fmt.Errorf("%s: %w", d.dir(spec.Name), vm.ErrExists)
 	}
 	if err := os.MkdirAll(d.machines(), 0o700); err != nil {
 		return vm.Machine{}, err
