@@ -8,11 +8,13 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 
+	"hermes-box-lite/internal/guest/layout"
 	"hermes-box-lite/internal/guest/provision"
 	"hermes-box-lite/internal/guest/secrets"
 	"hermes-box-lite/internal/guest/supervise"
@@ -103,12 +105,20 @@ func (a *app) checks(ctx context.Context) []wire.Check {
 		c := wire.Check{ID: "box.provisioned", Status: wire.Fail, Summary: "provisioning has not succeeded yet", Evidence: settingsErr.Error(), Fix: repair}
 		checks = append(checks, c)
 	}
-	checks = append(checks, provision.Checks(ctx, a.layout)...)
-	checks = append(checks, a.stateChecks(ctx, repair)...)
+	// Half of the time goes to the tools' own starts, the other half to their
+	// connections: side by side.
+	tools := make(chan []wire.Check, 1)
+	go func() { tools <- provision.Checks(ctx, a.layout) }()
+	state := a.stateChecks(ctx, repair)
+	executor := a.executorChecks(ctx, settings, settingsErr == nil, repair)
+	return slices.Concat(checks, <-tools, state, executor)
+}
 
+// executorChecks judge Executor, its endpoint, and the tools that use it.
+func (a *app) executorChecks(ctx context.Context, settings layout.Settings, provisioned bool, repair string) []wire.Check {
 	status, askErr := a.settledStatus(ctx)
-	checks = append(checks, supervisorCheck(status, askErr, settings.BoxName))
-	executor := executorCheck(status.Status, askErr, settings.Executor || settingsErr != nil)
+	checks := []wire.Check{supervisorCheck(status, askErr, settings.BoxName)}
+	executor := executorCheck(status.Status, askErr, settings.Executor || !provisioned)
 	checks = append(checks, executor)
 	if executor.Status != wire.Pass && executor.Status != wire.Fail {
 		why := "Executor is paused"
