@@ -119,6 +119,9 @@ func (a *app) executorChecks(ctx context.Context, settings layout.Settings, prov
 	status, askErr := a.settledStatus(ctx)
 	checks := []wire.Check{supervisorCheck(status, askErr, settings.BoxName)}
 	executor := executorCheck(status.Status, askErr, settings.Executor || !provisioned)
+	if executor.Status == wire.Fail && status.Status.Problem == supervise.PortTaken(supervise.PortsOf(a.layout)) {
+		executor.Fix = "sudo ss -ltnp # end the program that holds the port; Executor returns by itself"
+	}
 	checks = append(checks, executor)
 	if executor.Status != wire.Pass && executor.Status != wire.Fail {
 		why := "Executor is paused"

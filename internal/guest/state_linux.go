@@ -46,7 +46,7 @@ func (a *app) stateChecks(ctx context.Context, repair string) []wire.Check {
 	switch {
 	case st.Flags&rdonly != 0:
 		writable.Status, writable.Summary, writable.Evidence = wire.Fail, "the state is mounted read-only", l.Data()
-		writable.Fix = "mount -o remount,rw " + l.Data()
+		writable.Fix = "sudo mount -o remount,rw " + l.Data()
 	case err != nil:
 		writable.Status, writable.Summary, writable.Evidence, writable.Fix = wire.Fail, "the agent's home cannot be examined", err.Error(), repair
 	case len(agentSees.NotWritable) > 0:

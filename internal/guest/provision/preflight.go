@@ -11,6 +11,7 @@ import (
 	"regexp"
 	"runtime"
 	"strings"
+	"syscall"
 	"unicode/utf8"
 
 	"hermes-box-lite/internal/wire"
@@ -32,6 +33,12 @@ var (
 func preflight(_ context.Context, r *run) error {
 	if err := validate(r.req); err != nil {
 		return fmt.Errorf("request: %w", err)
+	}
+	const rdonly = 1 // ST_RDONLY, statfs(2)
+	var st syscall.Statfs_t
+	if err := syscall.Statfs(r.l.Data(), &st); err == nil && st.Flags&rdonly != 0 {
+		// Executor could not start, and that would be waited for.
+		return &hintedError{fmt.Errorf("%s is a read-only file system", r.l.Data()), "sudo mount -o remount,rw " + r.l.Data()}
 	}
 	if !r.l.Real() {
 		return nil

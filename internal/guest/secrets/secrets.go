@@ -134,6 +134,10 @@ func lockDir(dir string) (unlock func(), err error) {
 func ensureToken(path string) (string, error) {
 	token, err := readToken(path)
 	if err == nil {
+		// A state that is read-only still has its supervisor.
+		if info, err := os.Lstat(path); err != nil || info.Mode().Perm() == 0o600 {
+			return token, err
+		}
 		return token, os.Chmod(path, 0o600)
 	}
 	if !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, errDamaged) {

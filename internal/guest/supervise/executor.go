@@ -371,13 +371,18 @@ func (e *executor) fingerprintOf(b binaryFile, s layout.Settings) string {
 	return b.fingerprint + "\n" + strings.Join(e.environment(s), "\n")
 }
 
+// PortTaken is the problem of an Executor whose port another program has.
+func PortTaken(ports Ports) string {
+	return fmt.Sprintf("port %d inside the box is held by another program (see: ss -ltnp)", ports.Executor)
+}
+
 // spawnLocked starts Executor. Callers hold mu and have seen that none runs.
 func (e *executor) spawnLocked(ctx context.Context, argvToken bool, b binaryFile) error {
 	// Executor moves or hangs when its port is taken (measured), so the port is
 	// tried first.
 	ln, err := net.Listen("tcp4", e.ports.executorAddr())
 	if err != nil {
-		return fmt.Errorf("port %d inside the box is held by another program (see: ss -ltnp)", e.ports.Executor)
+		return errors.New(PortTaken(e.ports))
 	}
 	if err := ln.Close(); err != nil {
 		return fmt.Errorf("try the port: %w", err)
