@@ -274,7 +274,7 @@ func (a *app) manager() (*box.Manager, box.Home, error) {
 		return nil, box.Home{}, err
 	}
 	if a.Drivers == nil {
-		a.Drivers = builtinDrivers(h, a.HB)
+		a.Drivers = builtinDrivers(h, a.HB, a.term.Note)
 	}
 	store := rootfs.NewStore(filepath.Join(h.Cache(), "bases"))
 	var output io.Writer

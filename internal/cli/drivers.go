@@ -3,6 +3,7 @@ package cli
 import (
 	"context"
 	"fmt"
+	"os/exec"
 	"path/filepath"
 	"runtime"
 
@@ -11,30 +12,28 @@ import (
 	"hermes-box-lite/internal/vm"
 	"hermes-box-lite/internal/vm/container"
 	"hermes-box-lite/internal/vm/qemu"
+	"hermes-box-lite/internal/vm/smolvm"
 )
 
-// builtinDrivers are the engines that this program can use.
-func builtinDrivers(h box.Home, hb func() ([]byte, error)) map[string]func(config.Config) vm.Driver {
+// builtinDrivers are the engines that this program can use; note is told what
+// they do when that takes long.
+func builtinDrivers(h box.Home, hb func() ([]byte, error), note func(string)) map[string]func(config.Config) vm.Driver {
 	return map[string]func(config.Config) vm.Driver{
 		"container": func(c config.Config) vm.Driver { return container.New(c.ContainerEngine) },
 		"qemu": func(c config.Config) vm.Driver {
 			return qemu.New(qemu.Options{Dir: filepath.Join(h.Machines(), "qemu"), HB: hb, Kernel: c.Kernel})
+		},
+		"smolvm": func(config.Config) vm.Driver {
+			return smolvm.New(smolvm.Options{Dir: filepath.Join(h.Machines(), "smolvm"), Note: note})
 		},
 	}
 }
 
 // driver returns a driver by name. "auto" only ever picks a virtual machine:
 // a container is weaker and must be asked for.
-func (a *app) driver(_ context.Context, c config.Config, name string) (vm.Driver, error) {
-	if name == "auto" && a.Drivers["auto"] == nil {
-		if runtime.GOOS != "linux" {
-			return nil, &vm.EngineError{
-				Engine: "BOX_DRIVER=auto",
-				Reason: "no driver for virtual machines on " + runtime.GOOS + " is part of this version; containers share a kernel and are used only when box.env says BOX_DRIVER=container",
-				Fix:    "box help config",
-			}
-		}
-		name = "qemu"
+func (a *app) driver(ctx context.Context, c config.Config, name string) (vm.Driver, error) {
+	if preferred, ok := a.Drivers["smolvm"]; ok && name == "auto" && a.Drivers["auto"] == nil {
+		name = automatic(ctx, runtime.GOOS, preferred(c))
 	}
 	if build, ok := a.Drivers[name]; ok {
 		return build(c), nil
@@ -42,13 +41,29 @@ func (a *app) driver(_ context.Context, c config.Config, name string) (vm.Driver
 	return nil, &vm.EngineError{Engine: name, Reason: fmt.Sprintf("the driver %s is not part of this version", name), Fix: "box help config"}
 }
 
-// engines are the names of all drivers; "auto" is none of its own.
+// automatic chooses between the engines of virtual machines. On macOS there is
+// smolvm alone, which says what it misses. On Linux qemu does without KVM, so it
+// takes over where smolvm is not installed, is too old or another program, or may
+// not use KVM.
+func automatic(ctx context.Context, system string, preferred vm.Driver) string {
+	if system != "linux" {
+		return "smolvm"
+	}
+	if p, ok := preferred.(interface{ Usable(context.Context) error }); ok && p.Usable(ctx) == nil {
+		return "smolvm"
+	}
+	return "qemu"
+}
+
+// engines are the names of all drivers; "auto" is none of its own, and smolvm,
+// where it is not installed, has no machines to tell of.
 func (a *app) engines() []string {
 	names := make([]string, 0, len(a.Drivers))
 	for name := range a.Drivers {
-		if name != "auto" {
-			names = append(names, name)
+		if _, err := exec.LookPath(name); name == "auto" || name == "smolvm" && err != nil {
+			continue
 		}
+		names = append(names, name)
 	}
 	return names
 }

@@ -109,7 +109,13 @@ func (d *Driver) exec(ctx context.Context, name, first string, c vm.Command, onB
 		if notRunning := d.mustRun(ctx, name); notRunning != nil {
 			return 0, errors.Join(err, notRunning)
 		}
-		return 0, errors.Join(err, d.kill(ctx, name, id))
+		killErr := d.kill(ctx, name, id)
+		if killErr != nil {
+			if notRunning := d.mustRun(ctx, name); notRunning != nil { // it was just going down
+				return 0, errors.Join(err, notRunning)
+			}
+		}
+		return 0, errors.Join(err, killErr)
 	}
 	if notRunning := d.mustRun(ctx, name); notRunning != nil {
 		return 0, notRunning

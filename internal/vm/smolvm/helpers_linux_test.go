@@ -4,11 +4,13 @@ import (
 	"bytes"
 	"encoding/json"
 	"os"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
 
 	"hermes-box-lite/internal/vm"
+	"hermes-box-lite/internal/vm/smolvm/smolvmtest"
 )
 
 func kill(t *testing.T, pid int) {
@@ -39,6 +41,11 @@ func (r *rig) sh(t *testing.T, name, script string) string {
 		t.Fatalf("%q: exit code %d, %v: %s", script, code, err, words.String())
 	}
 	return strings.TrimSpace(out.String())
+}
+
+// connecting reports whether a command of the caller is being tried.
+func connecting(calls []smolvmtest.Call) bool {
+	return slices.ContainsFunc(calls, func(c smolvmtest.Call) bool { return len(c.Args) > 1 && c.Args[1] == "exec" })
 }
 
 func exists(path string) bool {

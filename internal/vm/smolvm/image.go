@@ -73,7 +73,7 @@ func (d *Driver) image(ctx context.Context, base vm.Base) (string, int64, error)
 		return "", 0, err
 	}
 	defer func() { _ = os.Remove(tmp.Name()) }() // gone already when it was renamed
-	err = archiveOf(contextWriter{ctx, tmp}, root, info.Size(), "hermes-box-base:"+base.Digest[len("sha256:"):][:32])
+	err = archiveOf(contextWriter{ctx, tmp}, root, info.Size(), "hermes-box-smolvm:"+base.Digest[len("sha256:"):][:32])
 	if err = errors.Join(err, tmp.Sync(), tmp.Close()); err != nil {
 		return "", 0, err
 	}

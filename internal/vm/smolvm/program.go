@@ -108,21 +108,24 @@ func (d *Driver) runProgram(ctx context.Context, limit time.Duration, program st
 	if err := cmd.Start(); err != nil {
 		return nil, err
 	}
-	ended := make(chan error, 1)
+	ended := make(chan struct{})
 	// A child that keeps our pipes must not keep us.
 	cmd.WaitDelay = 5 * time.Second
-	go func() { ended <- cmd.Wait() }()
+	go func() {
+		defer close(ended)
+		err = cmd.Wait()
+	}()
 	select {
-	case err = <-ended:
+	case <-ended:
 	case <-ctx.Done():
 		_ = cmd.Process.Signal(os.Interrupt)
 		select {
-		case err = <-ended:
+		case <-ended:
 		case <-time.After(d.opts.Patience.Kill):
 			_ = cmd.Process.Kill()
-			err = <-ended
+			<-ended
 		}
-		return nil, fmt.Errorf("smolvm %s: %w (it ended with: %v)", verb, context.Cause(ctx), err)
+		return nil, fmt.Errorf("smolvm %s: %w", verb, context.Cause(ctx))
 	}
 	var exit *exec.ExitError
 	switch {
