@@ -396,23 +396,24 @@ func (m *Manager) evict(ctx context.Context, cacher vm.Cacher, e CacheEntry) err
 // all, everything of this home that no machine needs. It returns what it
 // removed.
 func (m *Manager) PruneCache(ctx context.Context, engines []string, all bool) ([]CacheEntry, error) {
-	entries, err := m.Cache(ctx, engines)
-	if err != nil {
-		return nil, err
-	}
-	// Templates first: bases may be needed by them.
-	slices.Reverse(entries)
 	var removed []CacheEntry
-	for _, e := range entries {
-		if e.InUse || e.Foreign || !all && (e.Wanted || e.Template && !e.Expired) {
-			continue
+	// Templates first, then what only they needed.
+	for _, templates := range []bool{true, false} {
+		entries, err := m.Cache(ctx, engines)
+		if err != nil {
+			return removed, err
 		}
-		if err := m.pruneOne(ctx, e); errors.Is(err, vm.ErrInUse) {
-			continue
-		} else if err != nil {
-			return removed, fmt.Errorf("remove %s: %w", e.ID, err)
+		for _, e := range entries {
+			if e.Template != templates || e.InUse || e.Foreign || !all && (e.Wanted || e.Template && !e.Expired) {
+				continue
+			}
+			if err := m.pruneOne(ctx, e); errors.Is(err, vm.ErrInUse) {
+				continue
+			} else if err != nil {
+				return removed, fmt.Errorf("remove %s: %w", e.ID, err)
+			}
+			removed = append(removed, e)
 		}
-		removed = append(removed, e)
 	}
 	return removed, nil
 }

@@ -119,7 +119,7 @@ func cacheNote(e box.CacheEntry) string {
 	case e.Template:
 		return "of " + e.Image
 	case e.InUse:
-		return "machines stand on it"
+		return "in use"
 	case e.Wanted:
 		return "of a box or a template"
 	}

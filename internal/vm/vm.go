@@ -181,7 +181,7 @@ type Cached struct {
 	Template bool      // a template, not a base in the driver's own form
 	Made     time.Time // UTC
 	Bytes    int64     // on this host's disks; 0 = not known
-	InUse    bool      // a machine needs it
+	InUse    bool      // a machine or a template needs it
 }
 
 // Cacher is an optional power of a driver: it keeps systems from which
