@@ -70,10 +70,11 @@ e2e-full: build ## the same, and the slow ones
 faults: $(HB) ## end every verb at every point in every way, on fake machines; prints the table
 	FAULTS=all go test -count=1 -timeout 60m -v -run '^TestFaults$$' ./internal/cli
 
-bench: ## compare save, verify and load with tar, gzip, gpg and restic
-	scripts/host-packages bench
+bench: build ## compare archives with tar, gzip, gpg and restic, and boxes with a raw boot
+	scripts/host-packages bench vm
 	mkdir -p out
 	go run ./bench -json out/bench.json
+	go run ./bench -boxes qemu -runs 3 -base "$$(make -s base)" -json out/bench-boxes.json
 
 fuzz-archives: ## fuzz what reads archives for FUZZTIME (60s) a target
 	scripts/fuzz internal/archive internal/backup

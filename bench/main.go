@@ -5,7 +5,9 @@
 // What it prints are ratios of medians; absolute times say more of the machine
 // than of the program. docs/proven.md explains the figures.
 //
-//	bench [-runs 5] [-size 1024] [-dir DIR] [-json FILE]
+//	bench [-runs 5] [-size 1024] [-dir DIR] [-json FILE] [-boxes DRIVER -box PROGRAM -base TAR]
+//
+// With -boxes it measures the lives of boxes on a driver instead.
 //
 // Every contender is a process of its own, so that its peak memory is known.
 // Our own are this program again, which packs a directory as hb packs /data and
@@ -64,6 +66,9 @@ func run(args []string) error {
 	size := set.Int64("size", 1024, "MiB of each tree")
 	dir := set.String("dir", "", "where to work (a temporary directory)")
 	out := set.String("json", "", "write the figures there")
+	driver := set.String("boxes", "", "measure boxes on this driver: qemu or container")
+	program := set.String("box", "./box", "the program that makes them")
+	base := set.String("base", "", "a root filesystem with the tools")
 	if err := set.Parse(args); err != nil {
 		return err
 	}
@@ -80,9 +85,17 @@ func run(args []string) error {
 		return err
 	}
 	b := &bench{dir: *dir, self: self, runs: *runs, size: *size << 20}
-	for _, t := range b.trees() {
-		if err := b.tree(t); err != nil {
+	if *driver != "" {
+		lives := &boxes{home: filepath.Join(*dir, "boxes"), program: *program, driver: *driver, base: *base, runs: *runs}
+		if err := lives.measure(context.Background()); err != nil {
 			return err
+		}
+		b.results = lives.results
+	} else {
+		for _, t := range b.trees() {
+			if err := b.tree(t); err != nil {
+				return err
+			}
 		}
 	}
 	if err := b.print(os.Stdout); err != nil {
@@ -381,6 +394,16 @@ func ratios() []struct {
 		{"verify", "gpg -d|tar tz", map[string]float64{"source code": 0.7, "node_modules": 0.7, "random": 0.7}},
 		{"verify", "gpg -d|gunzip", nil},
 		{"load's stream", "gpg -d|tar x", map[string]float64{"source code": 0.6, "node_modules": 0.6, "random": 0.6}},
+		{"new cold", "raw boot", nil},
+		{"new warm: machine", "raw boot", nil},
+		{"new warm", "raw boot", nil},
+		{"fork: machine", "raw boot", nil},
+		{"fork", "raw boot", nil},
+		{"new warm", "new cold", nil},
+		{"doctor", "raw boot", nil},
+		{"enter -- true", "raw boot", nil},
+		{fmt.Sprintf("ls of %d", many), "ls of 1", map[string]float64{"qemu": 2}},
+		{"version", "ls of 1", nil},
 	}
 }
 
@@ -402,20 +425,26 @@ func (b *bench) print(w io.Writer) error {
 		return b.results[i], true
 	}
 	table := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-	_, _ = fmt.Fprintln(table, "\nTREE\tOURS\tSECONDS\tMAX RSS\tAGAINST\tSECONDS\tRATIO\tGOAL")
-	for _, t := range b.trees() {
+	_, _ = fmt.Fprintln(table, "\nON\tOURS\tSECONDS\tMAX RSS\tAGAINST\tSECONDS\tRATIO\tGOAL")
+	var names []string
+	for _, f := range b.results {
+		if !slices.Contains(names, f.Tree) {
+			names = append(names, f.Tree)
+		}
+	}
+	for _, name := range names {
 		for _, r := range ratios() {
-			ours, ok := find(t.name, r.ours)
-			theirs, other := find(t.name, r.theirs)
+			ours, ok := find(name, r.ours)
+			theirs, other := find(name, r.theirs)
 			if !ok || !other {
 				continue
 			}
 			goal := "-"
-			if g, ok := r.goals[t.name]; ok {
+			if g, ok := r.goals[name]; ok {
 				goal = fmt.Sprintf("%.2f", g)
 			}
 			_, _ = fmt.Fprintf(table, "%s\t%s\t%.2f\t%d MiB\t%s\t%.2f\t%.2f\t%s\n",
-				t.name, r.ours, ours.median(), ours.MaxRSS>>10, r.theirs, theirs.median(), ours.median()/theirs.median(), goal)
+				name, r.ours, ours.median(), ours.MaxRSS>>10, r.theirs, theirs.median(), ours.median()/theirs.median(), goal)
 		}
 	}
 	return table.Flush()

@@ -1,0 +1,250 @@
+//go:build linux
+
+package main
+
+import (
+	"bufio"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"time"
+
+	"hermes-box-lite/internal/hbbin"
+	"hermes-box-lite/internal/vm"
+	"hermes-box-lite/internal/vm/container"
+	"hermes-box-lite/internal/vm/qemu"
+)
+
+// boxes measures the lives of boxes on one driver, with the real box program
+// and the real tools of a base.
+type boxes struct {
+	home, program, driver, base string
+	runs                        int
+	engine                      vm.Driver
+	results                     []figure
+}
+
+// many is how many boxes the longer `ls` lists.
+const many = 200
+
+func (b *boxes) measure(ctx context.Context) error {
+	if err := os.MkdirAll(b.home, 0o700); err != nil {
+		return err
+	}
+	settings := fmt.Sprintf("BOX_DRIVER=%s\nBASE_IMAGE='%s'\nINSTALL_HERMES=false\nBOX_CPUS=2\nBOX_MEM_MIB=2048\n"+
+		"EXECUTOR_PORT_LO=5100\nEXECUTOR_PORT_HI=5499\n", b.driver, b.base)
+	if err := os.WriteFile(filepath.Join(b.home, "box.env"), []byte(settings), 0o600); err != nil {
+		return err
+	}
+	switch b.driver {
+	case "qemu":
+		b.engine = qemu.New(qemu.Options{
+			Dir: filepath.Join(b.home, ".box/machines/qemu"), HB: func() ([]byte, error) { return hbbin.Binary(runtime.GOARCH) },
+		})
+	case "container":
+		b.engine = container.New("")
+	default:
+		return fmt.Errorf("no figures are made on the driver %q", b.driver)
+	}
+	base, err := baseOf(b.base)
+	if err != nil {
+		return err
+	}
+	if err := b.raw(ctx, base); err != nil { // once, so that the base is converted
+		return err
+	}
+	b.results = nil
+	defer b.removeAll(ctx)
+	for run := range b.runs {
+		for _, part := range []func(context.Context) error{
+			func(ctx context.Context) error { return b.raw(ctx, base) },
+			func(ctx context.Context) error { return b.life(ctx, run) },
+		} {
+			if err := part(ctx); err != nil {
+				return err
+			}
+		}
+	}
+	return b.listing(ctx, base)
+}
+
+func baseOf(path string) (vm.Base, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return vm.Base{}, err
+	}
+	defer func() { _ = f.Close() }()
+	sum := sha256.New()
+	if _, err := io.Copy(sum, f); err != nil {
+		return vm.Base{}, err
+	}
+	return vm.Base{Digest: "sha256:" + hex.EncodeToString(sum.Sum(nil)), Tar: path}, nil
+}
+
+// raw makes and boots a machine without anything of ours in it, to a shell.
+func (b *boxes) raw(ctx context.Context, base vm.Base) (err error) {
+	spec := vm.Spec{Name: "benchraw", OwnerID: strings.Repeat("b", 32), Base: base, CPUs: 2, MemoryMiB: 2048, SystemGiB: 64}
+	if b.driver == "container" {
+		spec.Workload = []string{"/bin/sh", "-c", "trap 'exit 0' TERM; while :; do sleep 0.1; done"}
+	}
+	defer func() { err = errors.Join(err, b.engine.Delete(context.WithoutCancel(ctx), spec.Name, spec.OwnerID)) }()
+	begin := time.Now()
+	if _, err := b.engine.Create(ctx, spec); err != nil {
+		return err
+	}
+	if err := b.engine.Start(ctx, spec.Name); err != nil {
+		return err
+	}
+	if code, err := b.engine.Exec(ctx, spec.Name, vm.Command{Argv: []string{"/bin/sh", "-c", "true"}}); err != nil || code != 0 {
+		return fmt.Errorf("a shell in the raw machine: exit %d, %w", code, err)
+	}
+	b.note("raw boot", time.Since(begin))
+	return nil
+}
+
+// life takes boxes through what people wait for.
+func (b *boxes) life(ctx context.Context, run int) error {
+	if run > 0 {
+		b.removeBoxes(ctx)
+	}
+	for _, step := range []struct {
+		name string
+		args []string
+	}{
+		{"new cold", []string{"new", "cold"}},
+		{"new warm", []string{"new", "warm"}},
+		{"fork", []string{"fork", "warm", "fork"}},
+		{"enter -- true", []string{"enter", "warm", "--", "true"}},
+		{"doctor", []string{"doctor", "warm"}},
+	} {
+		if step.name == "new cold" {
+			if err := b.box(ctx, "", "cache", "prune"); err != nil {
+				return err
+			}
+			if run > 0 {
+				step.args = append(step.args, "--fresh")
+			}
+		}
+		if err := b.box(ctx, step.name, step.args...); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// listing compares `ls` of one box and of many, which stand on real machines.
+func (b *boxes) listing(ctx context.Context, base vm.Base) error {
+	for range 5 * b.runs {
+		if err := b.box(ctx, "version", "--version"); err != nil {
+			return err
+		}
+	}
+	if b.driver != "qemu" {
+		return nil // two hundred containers say more of the engine
+	}
+	b.removeBoxes(ctx, "cold", "fork")
+	for range 5 * b.runs {
+		if err := b.box(ctx, "ls of 1", "ls"); err != nil {
+			return err
+		}
+	}
+	data, err := os.ReadFile(filepath.Join(b.home, ".box/boxes/warm.json"))
+	if err != nil {
+		return err
+	}
+	var record map[string]any
+	if err := json.Unmarshal(data, &record); err != nil {
+		return err
+	}
+	for i := range many - 1 {
+		name := fmt.Sprintf("many%d", i)
+		spec := vm.Spec{Name: name, OwnerID: fmt.Sprintf("%032x", i), Base: base, CPUs: 1, MemoryMiB: 512, StorageGiB: 1}
+		if _, err := b.engine.Create(ctx, spec); err != nil {
+			return err
+		}
+		record["name"], record["owner_id"] = name, spec.OwnerID
+		data, err := json.Marshal(record)
+		if err != nil {
+			return err
+		}
+		if err := os.WriteFile(filepath.Join(b.home, ".box/boxes", name+".json"), data, 0o600); err != nil {
+			return err
+		}
+	}
+	for range 5 * b.runs {
+		if err := b.box(ctx, fmt.Sprintf("ls of %d", many), "ls"); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// box runs the program and notes how long it took, in all and until its
+// machine answered; figure "" notes nothing.
+func (b *boxes) box(ctx context.Context, figure string, args ...string) error {
+	cmd := exec.CommandContext(ctx, b.program, args...)
+	cmd.Env = append(os.Environ(), "BOX_HOME="+b.home)
+	stderr, err := cmd.StderrPipe()
+	if err != nil {
+		return err
+	}
+	begin := time.Now()
+	if err := cmd.Start(); err != nil {
+		return err
+	}
+	var said strings.Builder
+	up := false
+	for lines := bufio.NewScanner(stderr); lines.Scan(); {
+		if !up && lines.Text() == "provision" && (args[0] == "new" || args[0] == "fork") {
+			up = true
+			b.note(figure+": machine", time.Since(begin))
+		}
+		said.WriteString(lines.Text() + "\n")
+	}
+	if err := cmd.Wait(); err != nil {
+		return fmt.Errorf("box %s: %w\n%s", strings.Join(args, " "), err, said.String())
+	}
+	if figure != "" {
+		b.note(figure, time.Since(begin))
+	}
+	return nil
+}
+
+func (b *boxes) note(name string, took time.Duration) {
+	fmt.Fprintf(os.Stderr, "%s, %s: %.2f s\n", b.driver, name, took.Seconds())
+	for i := range b.results {
+		if b.results[i].Contender == name {
+			b.results[i].Seconds = append(b.results[i].Seconds, took.Seconds())
+			return
+		}
+	}
+	b.results = append(b.results, figure{Tree: b.driver, Contender: name, Seconds: []float64{took.Seconds()}})
+}
+
+func (b *boxes) removeBoxes(ctx context.Context, names ...string) {
+	if len(names) == 0 {
+		names = []string{"cold", "warm", "fork"}
+	}
+	for _, name := range names {
+		if _, err := os.Stat(filepath.Join(b.home, ".box/boxes", name+".json")); err == nil {
+			_ = b.box(ctx, "", "rm", name, "--force") // the next new tells
+		}
+	}
+}
+
+func (b *boxes) removeAll(ctx context.Context) {
+	ctx = context.WithoutCancel(ctx)
+	b.removeBoxes(ctx)
+	for i := range many - 1 {
+		_ = b.engine.Delete(ctx, fmt.Sprintf("many%d", i), fmt.Sprintf("%032x", i)) // most runs have none
+	}
+}
