@@ -186,7 +186,7 @@ func (a *Archive) read(ctx context.Context, h archive.Handler, progress Progress
 		return Report{}, err
 	}
 	sum := sha256.New()
-	summary, contentErr := readStream(stream.Ahead(io.TeeReader(m, sum)), a.limits, h)
+	summary, contentErr := readStream(stream.Ahead(m), sum, a.limits, h)
 	// Whatever the content was like: first it must be what its maker wrote.
 	err = m.finish()
 	switch {
@@ -202,10 +202,11 @@ func (a *Archive) read(ctx context.Context, h archive.Handler, progress Progress
 	return Report{Size: source.size, SHA256: digest(source.sum), Stream: digest(sum), Summary: summary}, nil
 }
 
-// readStream reads one gzip stream, and nothing after it, through the grammar.
-func readStream(r *stream.Reader, l archive.Limits, h archive.Handler) (archive.Summary, error) {
+// readStream reads one gzip stream, and nothing after it, through the grammar,
+// and hashes it. Decryption, which is the slowest, has a core of its own.
+func readStream(r *stream.Reader, sum io.Writer, l archive.Limits, h archive.Handler) (archive.Summary, error) {
 	defer r.Stop()
-	br := bufio.NewReaderSize(r, 64<<10)
+	br := bufio.NewReaderSize(io.TeeReader(r, sum), 64<<10)
 	z, err := gzip.NewReader(br)
 	if err != nil {
 		return archive.Summary{}, notGzip(err)

@@ -17,6 +17,7 @@ import (
 
 	"hermes-box-lite/internal/archive"
 	"hermes-box-lite/internal/atomicfile"
+	"hermes-box-lite/internal/stream"
 )
 
 // SaveOptions are what one Save needs.
@@ -57,12 +58,12 @@ func Save(ctx context.Context, o SaveOptions) (report Report, err error) {
 		// Under its final name or not at all.
 		err = errors.Join(err, remove(partial.Name()), a.Close())
 	}()
-	stream, err := write(ctx, partial, o)
+	written, err := write(ctx, partial, o)
 	if err != nil {
 		return Report{}, err
 	}
 	report, err = a.Verify(ctx, o.Verified)
-	if err == nil && report.Stream != stream {
+	if err == nil && report.Stream != written {
 		err = errors.New("it holds other bytes than were written")
 	}
 	if err != nil {
@@ -109,21 +110,24 @@ func write(ctx context.Context, partial *os.File, o SaveOptions) (string, error)
 	if err != nil {
 		return "", err
 	}
-	stream := sha256.New()
-	out := &sink{ctx: ctx, w: io.MultiWriter(stream, sealed)}
-	if err := o.Source(ctx, out); err != nil {
+	sum := sha256.New()
+	behind := stream.Behind(sealed) // encryption is the slowest
+	out := &sink{ctx: ctx, w: io.MultiWriter(sum, behind)}
+	err = o.Source(ctx, out)
+	behindErr := behind.Close()
+	if err != nil {
 		return "", err
 	}
 	if out.err != nil { // whether the source cared or not
 		return "", out.err
 	}
-	if err := errors.Join(sealed.Close(), buffered.Flush()); err != nil {
+	if err := errors.Join(behindErr, sealed.Close(), buffered.Flush()); err != nil {
 		return "", fmt.Errorf("write the archive: %w", err)
 	}
 	if err := partial.Sync(); err != nil {
 		return "", fmt.Errorf("write the archive: %w", err)
 	}
-	return digest(stream), nil
+	return digest(sum), nil
 }
 
 // sink ends with its context. Its first error is final: there is a gap.
