@@ -137,8 +137,10 @@ func TestGhostIsDeletedToo(t *testing.T) {
 func TestDeletionWaitsForConnections(t *testing.T) {
 	r := newRig(t, "none")
 	spec := r.up(t, "racing")
-	r.world.Set(t, "ping", "1s")
+	r.world.Set(t, "ping", "20ms")
 	r.world.Set(t, "deaf-racing", "1")
+	r.world.Run(t, "machine", "exec", "--name", "racing", "-i", "--", "true") // marks it as unreachable: lists no longer ask it
+	r.world.Set(t, "ping", "2s")
 	before := len(r.world.Calls(t))
 	done := make(chan error, 1)
 	go func() {
