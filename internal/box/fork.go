@@ -9,6 +9,7 @@ import (
 	"io"
 	"regexp"
 	"strconv"
+	"sync"
 	"time"
 
 	"hermes-box-lite/internal/vm"
@@ -45,10 +46,14 @@ func (m *Manager) Fork(ctx context.Context, source, name string, o ForkOptions) 
 	if err != nil {
 		return wire.Report{}, err
 	}
-	defer func() {
-		from.step = "" // it is mu that names the step
-		_ = from.end(err)
-	}()
+	var once sync.Once
+	release := func(err error) {
+		once.Do(func() {
+			from.step = "" // it is mu that names the step
+			_ = from.end(err)
+		})
+	}
+	defer func() { release(err) }()
 	if from.rec.Phase != Ready {
 		return wire.Report{}, &GuestError{Text: "the box " + source + " was never finished", Fix: finisher(from.rec)}
 	}
@@ -65,10 +70,16 @@ func (m *Manager) Fork(ctx context.Context, source, name string, o ForkOptions) 
 	if err := absent(ctx, drv, name); err != nil {
 		return wire.Report{}, err
 	}
+	if from.rec.Lineage == "" { // a box from before there were archives
+		from.rec.Lineage = newID()
+		if err := m.registry.put(from.rec); err != nil {
+			return wire.Report{}, err
+		}
+	}
 	if mu.rec, err = m.forkRecord(ctx, from.rec, name, drv); err != nil {
 		return wire.Report{}, err
 	}
-	if err := m.copyBox(ctx, mu, from, drv, o); err != nil {
+	if err := m.copyBox(ctx, mu, from, drv, o, func() { release(nil) }); err != nil {
 		return wire.Report{}, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
 	}
 	report, err = m.finish(ctx, mu, drv, m.guest(drv, name, mu.log))
@@ -90,15 +101,19 @@ func (m *Manager) forkRecord(ctx context.Context, source Record, name string, dr
 }
 
 // copyBox makes a machine with the source's state, provisioned and with what
-// its record must say of its logins.
-func (m *Manager) copyBox(ctx context.Context, mu, from *mutation, drv vm.Driver, o ForkOptions) error {
+// its record must say of its logins. It calls release as soon as the source is
+// no longer needed.
+func (m *Manager) copyBox(ctx context.Context, mu, from *mutation, drv vm.Driver, o ForkOptions, release func()) error {
 	g := m.guest(drv, mu.rec.Name, mu.log)
 	err := m.clone(ctx, mu, from, drv, o)
 	switch {
 	case errors.Is(err, vm.ErrCannotClone):
 		mu.note("the state is streamed from box to box: " + err.Error())
-		err = m.streamBox(ctx, mu, from, drv, o)
+		if err = m.streamBox(ctx, mu, from, drv, o); err == nil {
+			release()
+		}
 	case err == nil:
+		release()
 		err = m.settleClone(ctx, mu, g)
 	}
 	if err != nil {
@@ -111,12 +126,6 @@ func (m *Manager) copyBox(ctx context.Context, mu, from *mutation, drv vm.Driver
 	mu.rec.Loaded, mu.rec.Logins = true, logins
 	if len(logins) == 0 { // no login is shared with anybody
 		mu.rec.Loaded, mu.rec.Lineage = false, newID()
-	} else if mu.rec.Lineage == "" { // the source is from before there were archives
-		mu.rec.Lineage = newID()
-		from.rec.Lineage = mu.rec.Lineage
-		if err := m.registry.put(from.rec); err != nil {
-			return err
-		}
 	}
 	if text := m.sharedLogins(mu.rec); text != "" {
 		mu.warn(text + "; --fresh-logins leaves them out")

@@ -57,6 +57,7 @@ func (n templateNote) expired(now time.Time) bool {
 
 func (h Home) templates() string             { return filepath.Join(h.Cache(), "templates") }
 func (h Home) templateNote(id string) string { return filepath.Join(h.templates(), id+".json") }
+func (h Home) templateLock(id string) string { return filepath.Join(h.templates(), id+".lock") }
 
 // noteOf returns fs.ErrNotExist for a template that this home has not made.
 func (m *Manager) noteOf(id string) (templateNote, error) {
@@ -158,7 +159,7 @@ func (m *Manager) lockTemplate(id string) (release func(), err error) {
 	if err := os.MkdirAll(m.home.templates(), 0o700); err != nil {
 		return nil, err
 	}
-	f, err := os.OpenFile(filepath.Join(m.home.templates(), id+".lock"), os.O_RDWR|os.O_CREATE, 0o600)
+	f, err := os.OpenFile(m.home.templateLock(id), os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
 		return nil, err
 	}
@@ -387,7 +388,11 @@ func (m *Manager) evict(ctx context.Context, cacher vm.Cacher, e CacheEntry) err
 	}
 	err := cacher.Evict(ctx, e.ID)
 	if errors.Is(err, vm.ErrNoTemplate) {
-		return nil
+		err = nil
+	}
+	if err == nil && e.Template {
+		// Whoever holds it makes a template again: twice is no harm.
+		_ = os.Remove(m.home.templateLock(e.ID))
 	}
 	return err
 }

@@ -77,8 +77,8 @@ func Ensure(l layout.Layout) (Tokens, error) {
 	return t, nil
 }
 
-// Forget removes the tokens, so that the next Ensure makes others, and leaves
-// the markers.
+// Forget removes the tokens, so that the next Ensure makes others, and the
+// markers: a copy of a box is a new box, which nobody has paused.
 func Forget(l layout.Layout) error {
 	dir := l.Secrets()
 	if err := ensureDir(dir); err != nil {
@@ -89,7 +89,7 @@ func Forget(l layout.Layout) error {
 		return fmt.Errorf("secrets: %w", err)
 	}
 	defer unlock()
-	for _, name := range []string{agentFile, operatorFile} {
+	for _, name := range []string{agentFile, operatorFile, pauseFile, awaitFile} {
 		if err := os.Remove(filepath.Join(dir, name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return fmt.Errorf("secrets: %w", err)
 		}
