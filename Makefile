@@ -13,7 +13,7 @@ TOOLS   := $(CURDIR)/.tools/bin
 HB      := internal/hbbin/bin/hb-linux-amd64.gz internal/hbbin/bin/hb-linux-arm64.gz
 SOURCES := $(shell find cmd internal -name '*.go') go.mod go.sum
 
-.PHONY: help build demo check test e2e e2e-full bench fuzz fuzz-archives faults lint base bare-base tools cross vuln clean
+.PHONY: help build demo check test e2e e2e-full e2e-smolvm bench fuzz fuzz-archives faults lint base bare-base tools cross vuln clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -66,6 +66,9 @@ e2e: build ## scenarios on real containers with the real tools
 
 e2e-full: build ## the same, and the slow ones
 	scripts/e2e --full
+
+e2e-smolvm: build ## the smolvm driver on its stand-in; with BOX_E2E_SMOLVM=1 on the installed smolvm
+	scripts/e2e-smolvm
 
 faults: $(HB) ## end every verb at every point in every way, on fake machines; prints the table
 	FAULTS=all go test -count=1 -timeout 60m -v -run '^TestFaults$$' ./internal/cli

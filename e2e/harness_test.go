@@ -133,6 +133,9 @@ func objects(prefix string) ([]string, error) {
 }
 
 func (s *suite) leftovers() []string {
+	if _, err := exec.LookPath("podman"); err != nil {
+		return nil // only boxes of smolvm were made
+	}
 	found, err := objects("hermes-box-" + s.prefix)
 	if err != nil {
 		return []string{err.Error()}
