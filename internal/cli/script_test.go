@@ -268,14 +268,14 @@ func audit(dir, work string) []string {
 	return faults
 }
 
-var token = regexp.MustCompile(`^[0-9a-f]{64}\n?$`)
+var tokenFile = regexp.MustCompile(`^[0-9a-f]{64}\n?$`)
 
 // secretsIn returns the tokens of all machines, by file.
 func secretsIn(dir string) map[string][]byte {
 	found := map[string][]byte{}
 	files, _ := filepath.Glob(filepath.Join(dir, "machines/*/root/data/.hermes-box/*"))
 	for _, f := range files {
-		if data, err := os.ReadFile(f); err == nil && token.Match(data) {
+		if data, err := os.ReadFile(f); err == nil && tokenFile.Match(data) {
 			found[f] = bytes.TrimSpace(data)
 		}
 	}

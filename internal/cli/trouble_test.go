@@ -274,3 +274,30 @@ func TestReplacedSupervisor(t *testing.T) {
 		t.Error("two Executors ran at once")
 	}
 }
+
+// A login file of another user is the agent's business no more, and no repair
+// changes owners in its home.
+func TestForeignLoginFile(t *testing.T) {
+	t.Parallel()
+	if os.Geteuid() != 0 {
+		t.Skip("only root can give files away")
+	}
+	h := newHost(t)
+	h.must("new", "alpha")
+	file := filepath.Join(h.agentHome("alpha"), ".codex/auth.json")
+	if err := os.WriteFile(file, []byte("{}"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chown(file, 12345, 12345); err != nil {
+		t.Fatal(err)
+	}
+	h.unhealthy("alpha", "state.secrets", "sudo chown agent: "+file)
+	if code, _, _ := h.run("repair", "alpha"); code != 3 {
+		t.Errorf("repair: exit code %d", code)
+	}
+	if err := os.Chown(file, os.Geteuid(), os.Getegid()); err != nil { // the advice
+		t.Fatal(err)
+	}
+	h.must("repair", "alpha") // which closes it
+	h.must("doctor", "alpha")
+}

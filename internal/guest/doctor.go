@@ -118,7 +118,7 @@ func (a *app) checks(ctx context.Context) []wire.Check {
 func (a *app) executorChecks(ctx context.Context, settings layout.Settings, provisioned bool, repair string) []wire.Check {
 	status, askErr := a.settledStatus(ctx)
 	checks := []wire.Check{supervisorCheck(status, askErr, settings.BoxName)}
-	executor := executorCheck(status.Status, askErr, settings.Executor || !provisioned)
+	executor := executorCheck(status.Status, askErr, settings.Executor || !provisioned, repair)
 	if executor.Status == wire.Fail && status.Status.Problem == supervise.PortTaken(supervise.PortsOf(a.layout)) {
 		executor.Fix = "sudo ss -ltnp # end the program that holds the port; Executor returns by itself"
 	}
@@ -140,7 +140,7 @@ func (a *app) executorChecks(ctx context.Context, settings layout.Settings, prov
 	}
 	ep := wiring.Endpoint{URL: supervise.PortsOf(a.layout).MCPURL(), Token: token}
 	res, err := mcp.Probe(ctx, mcp.Target{URL: ep.URL, Token: token})
-	checks = append(checks, guestMCPCheck(ep.URL, res, err))
+	checks = append(checks, guestMCPCheck(ep.URL, res, err, repair))
 	if !settings.WireMCP {
 		return append(checks, wire.Check{ID: "mcp.wiring", Status: wire.Skip, Summary: "WIRE_EXECUTOR_MCP is off"})
 	}
@@ -181,7 +181,7 @@ func supervisorCheck(resp supervise.Response, err error, box string) wire.Check 
 	return c
 }
 
-func executorCheck(s supervise.Status, err error, expected bool) wire.Check {
+func executorCheck(s supervise.Status, err error, expected bool, repair string) wire.Check {
 	c := wire.Check{ID: "executor.process", Evidence: s.Problem}
 	switch {
 	case !expected:
@@ -197,22 +197,24 @@ func executorCheck(s supervise.Status, err error, expected bool) wire.Check {
 	case s.Phase == supervise.PhasePausing:
 		c.Status, c.Summary, c.Fix = wire.Fail, "paused, but its process is still alive", "hb down"
 	case s.Phase == supervise.PhaseNotProvisioned:
-		c.Status, c.Summary, c.Fix = wire.Fail, "not started: the box is not provisioned", "box repair NAME"
+		c.Status, c.Summary, c.Fix = wire.Fail, "not started: the box is not provisioned", repair
+	case s.Phase == supervise.PhaseWaiting: // it fails: starting it once more is what the supervisor does
+		c.Status, c.Summary, c.Fix = wire.Fail, "not up: "+string(s.Phase), repair
 	default:
 		c.Status, c.Summary, c.Fix = wire.Fail, "not up: "+string(s.Phase), "hb up"
 	}
 	return c
 }
 
-func guestMCPCheck(url string, res mcp.Result, err error) wire.Check {
+func guestMCPCheck(url string, res mcp.Result, err error, repair string) wire.Check {
 	c := wire.Check{ID: "mcp.guest", Status: wire.Pass, Evidence: url}
 	switch {
 	case err != nil:
-		c.Status, c.Summary, c.Evidence, c.Fix = wire.Fail, "the endpoint could not be probed", url+": "+err.Error(), "hb up"
+		c.Status, c.Summary, c.Evidence, c.Fix = wire.Fail, "the endpoint could not be probed", url+": "+err.Error(), repair
 	case res.Healthy():
 		c.Summary = fmt.Sprintf("%s, %d tools (%s)", res.Summary, len(res.Tools), strings.Join(res.Tools, " "))
 	default:
-		c.Status, c.Summary, c.Evidence, c.Fix = wire.Fail, res.Summary, url+": "+string(res.Verdict), "hb up"
+		c.Status, c.Summary, c.Evidence, c.Fix = wire.Fail, res.Summary, url+": "+string(res.Verdict), repair
 	}
 	return c
 }

@@ -193,12 +193,12 @@ func TestExecutorCheck(t *testing.T) {
 		{supervise.PhaseDisabled, nil, false, wire.Skip},
 		{"", supervise.ErrNoSupervisor, true, wire.Fail},
 	} {
-		c := executorCheck(supervise.Status{Phase: tt.phase}, tt.err, tt.expected)
+		c := executorCheck(supervise.Status{Phase: tt.phase}, tt.err, tt.expected, "box repair alpha")
 		if c.Status != tt.want || c.Status == wire.Fail && c.Fix == "" {
 			t.Errorf("%s: %+v", tt.phase, c)
 		}
 	}
-	if c := guestMCPCheck("u", mcp.Result{Verdict: mcp.TokenRejected, Summary: "s"}, nil); c.Status != wire.Fail || c.Fix == "" {
+	if c := guestMCPCheck("u", mcp.Result{Verdict: mcp.TokenRejected, Summary: "s"}, nil, "box repair alpha"); c.Status != wire.Fail || c.Fix == "" {
 		t.Errorf("%+v", c)
 	}
 }

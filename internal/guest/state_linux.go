@@ -70,7 +70,7 @@ func (a *app) stateChecks(ctx context.Context, repair string) []wire.Check {
 	} else if err != nil {
 		sec.Status, sec.Summary = wire.Skip, "the agent's home cannot be examined"
 	}
-	return append(checks, sec, a.sqliteCheck(ctx))
+	return append(checks, sec, a.sqliteCheck(ctx, repair))
 }
 
 // mountedCheck: where /data is no mount of its own the state lives and dies
@@ -235,12 +235,12 @@ func (a *app) checkHomeCommand() *cobra.Command {
 	return cmd
 }
 
-func (a *app) sqliteCheck(ctx context.Context) wire.Check {
+func (a *app) sqliteCheck(ctx context.Context, repair string) wire.Check {
 	c := wire.Check{ID: "state.sqlite", Status: wire.Pass}
 	out, err := a.askAgent(ctx, "check-sqlite")
 	if err != nil {
 		c.Status, c.Summary, c.Evidence = wire.Fail, "the databases cannot be examined", err.Error()
-		c.Fix = "hb doctor"
+		c.Fix = repair
 		return c
 	}
 	var results []sqliteResult
@@ -248,7 +248,7 @@ func (a *app) sqliteCheck(ctx context.Context) wire.Check {
 	for sc.Scan() {
 		var r sqliteResult
 		if err := wire.DecodeStrict(sc.Bytes(), &r); err != nil {
-			c.Status, c.Summary, c.Evidence, c.Fix = wire.Fail, "the databases cannot be examined", err.Error(), "hb doctor"
+			c.Status, c.Summary, c.Evidence, c.Fix = wire.Fail, "the databases cannot be examined", err.Error(), repair
 			return c
 		}
 		results = append(results, r)

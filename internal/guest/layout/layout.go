@@ -106,6 +106,11 @@ func (l Layout) AgentEnv() []string {
 	}
 	if !l.Real() {
 		env = append(env, RootVar+"="+l.root)
+		for _, port := range []string{"HB_DOOR_ADDR", "HB_EXECUTOR_PORT"} { // of this machine, see package supervise
+			if value, ok := os.LookupEnv(port); ok {
+				env = append(env, port+"="+value)
+			}
+		}
 	}
 	data, err := os.ReadFile(l.Environment())
 	if err != nil {
