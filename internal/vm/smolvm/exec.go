@@ -28,7 +28,11 @@ func (d *Driver) Exec(ctx context.Context, name string, c vm.Command) (int, erro
 	if err := checkName(name); err != nil {
 		return 0, err
 	}
-	slot, err := d.session(ctx, name)
+	most := sessions
+	if c.TTY != nil {
+		most = terminals
+	}
+	slot, err := d.session(ctx, name, most)
 	if err != nil {
 		return 0, fmt.Errorf("smolvm machine %s: %w", name, err)
 	}

@@ -4,7 +4,9 @@ import (
 	"bytes"
 	"encoding/json"
 	"os"
+	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -43,9 +45,29 @@ func (r *rig) sh(t *testing.T, name, script string) string {
 	return strings.TrimSpace(out.String())
 }
 
-// connecting reports whether a command of the caller is being tried.
-func connecting(calls []smolvmtest.Call) bool {
-	return slices.ContainsFunc(calls, func(c smolvmtest.Call) bool { return len(c.Args) > 1 && c.Args[1] == "exec" })
+// called reports whether a verb of machines is among the calls.
+func called(calls []smolvmtest.Call, verb string) bool {
+	return slices.ContainsFunc(calls, func(c smolvmtest.Call) bool { return len(c.Args) > 1 && c.Args[1] == verb })
+}
+
+// processes are those of a machine of the stand-in.
+func processes(t *testing.T, dir string) []int {
+	t.Helper()
+	paths, err := filepath.Glob("/proc/[0-9]*/environ")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var pids []int
+	for _, path := range paths {
+		env, err := os.ReadFile(path)
+		if err != nil || !bytes.Contains(env, []byte("SMOLVM_STANDIN_MACHINE="+dir+"\x00")) {
+			continue
+		}
+		if pid, err := strconv.Atoi(filepath.Base(filepath.Dir(path))); err == nil && !zombie(pid) {
+			pids = append(pids, pid)
+		}
+	}
+	return pids
 }
 
 func exists(path string) bool {

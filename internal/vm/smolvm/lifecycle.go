@@ -362,6 +362,13 @@ func (d *Driver) Delete(ctx context.Context, name, ownerID string) error {
 		if err := d.mayDelete(ctx, m, c, ownerID); err != nil {
 			return err
 		}
+		if m.State == "created" || m.State == "stopped" {
+			// A start that was killed may have left a process that the record does
+			// not know; a stop finds it (src/cli/vm_common.rs).
+			if _, err := d.run(ctx, d.opts.Patience.Work, "machine", "stop", "--name", name); err != nil {
+				return err
+			}
+		}
 		// -f, for without it smolvm asks, takes the end of its input for a no,
 		// and calls that a success. It would also delete under clones, which
 		// mayDelete has refused.

@@ -17,6 +17,10 @@ import (
 // for ending commands.
 const sessions = 6
 
+// terminals is how many of them may have a terminal: those last for hours, and
+// the box must still be examined, saved and stopped.
+const terminals = 4
+
 // held is an flock. It ends with its process, is not inherited and cannot be
 // stale.
 type held struct{ f *os.File }
@@ -87,14 +91,15 @@ func (d *Driver) sessionPath(name string, i int) string {
 	return filepath.Join(d.opts.Dir, "sessions", name, strconv.Itoa(i))
 }
 
-// session takes one of a machine's sessions, and waits a while for one.
-func (d *Driver) session(ctx context.Context, name string) (*held, error) {
+// session takes one of the first n sessions of a machine, and waits a while for
+// one.
+func (d *Driver) session(ctx context.Context, name string, n int) (*held, error) {
 	limit := d.opts.Patience.Session
 	ctx, cancel := context.WithTimeoutCause(ctx, limit,
-		fmt.Errorf("all %d sessions of %s were in use for %s; leave one (detach from tmux, end a command) and try again", sessions, name, limit))
+		fmt.Errorf("all its %d sessions for this were in use for %s; leave one (detach from tmux, end a command) and try again", n, limit))
 	defer cancel()
 	for {
-		for i := range sessions {
+		for i := range n {
 			h, err := tryLock(d.sessionPath(name, i), syscall.LOCK_EX)
 			if err != nil || h != nil {
 				return h, err

@@ -100,21 +100,31 @@ func (d *Driver) runProgram(ctx context.Context, limit time.Duration, program st
 	}
 	defer func() { _ = null.Close() }()
 	out, words := &head{max: maxAnswer}, &tail{max: maxWords}
+	var waitErr error
 	cmd := command(program, args...)
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = null, out, words
 	if lines != nil {
 		cmd.Stderr = io.MultiWriter(words, &lineWriter{tell: lines})
 	}
-	if err := cmd.Start(); err != nil {
-		return nil, err
-	}
-	ended := make(chan struct{})
 	// A child that keeps our pipes must not keep us.
 	cmd.WaitDelay = 5 * time.Second
+	endWithCaller(cmd)
+	started, ended := make(chan error, 1), make(chan struct{})
 	go func() {
 		defer close(ended)
-		err = cmd.Wait()
+		// The kernel takes the end of the thread that made a process for the end
+		// of its parent.
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		err := cmd.Start()
+		started <- err
+		if err == nil {
+			waitErr = cmd.Wait()
+		}
 	}()
+	if err := <-started; err != nil {
+		return nil, err
+	}
 	select {
 	case <-ended:
 	case <-ctx.Done():
@@ -129,10 +139,10 @@ func (d *Driver) runProgram(ctx context.Context, limit time.Duration, program st
 	}
 	var exit *exec.ExitError
 	switch {
-	case errors.As(err, &exit):
+	case errors.As(waitErr, &exit):
 		return nil, &failure{verb, exit.ExitCode(), lastWords(words.buf)}
-	case err != nil && !errors.Is(err, exec.ErrWaitDelay):
-		return nil, fmt.Errorf("smolvm %s: %w", verb, err)
+	case waitErr != nil && !errors.Is(waitErr, exec.ErrWaitDelay):
+		return nil, fmt.Errorf("smolvm %s: %w", verb, waitErr)
 	case out.over:
 		return nil, fmt.Errorf("smolvm %s answered more than %d bytes", verb, maxAnswer)
 	}

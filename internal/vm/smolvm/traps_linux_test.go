@@ -148,7 +148,7 @@ func TestDeletionWaitsForConnections(t *testing.T) {
 		done <- err
 	}()
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
-		if connecting(r.world.Calls(t)[before:]) {
+		if called(r.world.Calls(t)[before:], "exec") {
 			break
 		}
 		if time.Now().After(deadline) {
@@ -397,7 +397,7 @@ func TestSessionsComeBack(t *testing.T) {
 	t.Cleanup(func() { _ = syscall.Kill(sleeper, syscall.SIGKILL) })
 
 	d := New(Options{Dir: dir, Patience: Patience{Session: 100 * time.Millisecond}})
-	if _, err := d.session(ctx(t), "box"); err == nil || !strings.Contains(err.Error(), "6 sessions") {
+	if _, err := d.session(ctx(t), "box", sessions); err == nil || !strings.Contains(err.Error(), "all its 6 sessions") {
 		t.Fatalf("a seventh session: %v", err)
 	}
 	if n, err := d.busy("box"); err != nil || n != sessions {
@@ -410,7 +410,7 @@ func TestSessionsComeBack(t *testing.T) {
 	if err := syscall.Kill(sleeper, 0); err != nil {
 		t.Fatalf("the program that it started is gone: %v", err)
 	}
-	h, err := d.session(ctx(t), "box")
+	h, err := d.session(ctx(t), "box", sessions)
 	if err != nil {
 		t.Fatalf("after the death of the owner: %v", err)
 	}
@@ -425,7 +425,7 @@ func TestHoldSessions(t *testing.T) {
 	}
 	d := New(Options{Dir: dir})
 	for range sessions {
-		if _, err := d.session(t.Context(), "box"); err != nil {
+		if _, err := d.session(t.Context(), "box", sessions); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -435,6 +435,96 @@ func TestHoldSessions(t *testing.T) {
 	}
 	fmt.Println("held", sleeper.Process.Pid)
 	select {} // until it is killed
+}
+
+// TestTerminalsLeaveSessions: those who sit in a box do not keep it from being
+// saved and stopped.
+func TestTerminalsLeaveSessions(t *testing.T) {
+	r := newRig(t, "none")
+	r.Driver = r.another(r.opts.Dir, Patience{Session: 100 * time.Millisecond})
+	spec := r.up(t, "seats")
+	for range terminals {
+		h, err := r.session(ctx(t), spec.Name, terminals)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(h.release)
+	}
+	if code, err := r.Exec(ctx(t), spec.Name, vm.Command{Argv: []string{"true"}, TTY: &vm.TTY{}}); err == nil || !strings.Contains(err.Error(), "sessions") {
+		t.Errorf("one more terminal: %d, %v", code, err)
+	}
+	if code, err := r.Exec(ctx(t), spec.Name, vm.Command{Argv: []string{"true"}}); err != nil || code != 0 {
+		t.Errorf("a command without one: %d, %v", code, err)
+	}
+}
+
+// TestProcessOfADeadStart: deletion alone would leave it.
+func TestProcessOfADeadStart(t *testing.T) {
+	r := newRig(t, "none")
+	spec := r.create(t, "halfway")
+	r.world.Set(t, "start-dies-halfway", "1")
+	if err := r.Start(ctx(t), spec.Name); err == nil {
+		t.Fatal("a start that died succeeded")
+	}
+	dir := r.dataDir(spec.Name)
+	if len(processes(t, dir)) == 0 {
+		t.Fatal("nothing was left to be found")
+	}
+	if err := r.Delete(ctx(t), spec.Name, spec.OwnerID); err != nil {
+		t.Fatal(err)
+	}
+	if left := processes(t, dir); len(left) > 0 {
+		t.Errorf("after the deletion these run: %v", left)
+		for _, pid := range left {
+			_ = syscall.Kill(pid, syscall.SIGKILL)
+		}
+	}
+}
+
+// TestKilledCaller: a start that goes on after its caller was killed would write
+// the record of a machine that was deleted meanwhile.
+func TestKilledCaller(t *testing.T) {
+	r := newRig(t, "none")
+	spec := r.create(t, "orphan")
+	r.world.Set(t, "start-takes", "1s")
+	before := len(r.world.Calls(t))
+	caller := exec.Command(os.Args[0], "-test.run=^TestStartToBeKilled$")
+	caller.Env = append(os.Environ(), "SMOLVMTEST_START="+r.opts.Dir, "SMOLVMTEST_KVM="+r.kvm)
+	if err := caller.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = caller.Process.Kill(); _ = caller.Wait() })
+	for deadline := time.Now().Add(time.Minute); !called(r.world.Calls(t)[before:], "start"); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatal("the start was never tried")
+		}
+	}
+	if err := caller.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	_ = caller.Wait() // killed
+	if err := r.Delete(ctx(t), spec.Name, spec.OwnerID); err != nil {
+		t.Fatal(err)
+	}
+	// The start, if it went on, would end within this.
+	for deadline := time.Now().Add(1500 * time.Millisecond); time.Now().Before(deadline); time.Sleep(50 * time.Millisecond) {
+		if out := r.world.Must(t, "machine", "ls"); strings.Contains(out, "orphan") {
+			t.Fatalf("after its deletion smolvm lists %q", out)
+		}
+	}
+	if dir := r.dataDir(spec.Name); exists(dir) {
+		t.Errorf("%s is there again", dir)
+	}
+}
+
+// TestStartToBeKilled is the other process of TestKilledCaller.
+func TestStartToBeKilled(t *testing.T) {
+	dir := os.Getenv("SMOLVMTEST_START")
+	if dir == "" {
+		t.Skip("it is run by TestKilledCaller")
+	}
+	d := New(Options{Dir: dir, Program: os.Getenv(standinPath), KVM: os.Getenv("SMOLVMTEST_KVM")})
+	_ = d.Start(t.Context(), "orphan") // killed
 }
 
 // TestOwnFailureIsNotTheCommands: both are exit code 1.

@@ -30,7 +30,8 @@
 //     11 MiB; exec -i makes its standard input non-blocking, and only a normal
 //     end undoes that; when it is killed its command lives on; unless RUST_LOG
 //     forbids it, a warning is among its messages
-//   - stop and delete kill, without TERM; /run and /tmp are gone after a stop
+//   - delete does not look for processes of a machine that never came up, which
+//     stop does; both kill, without TERM; /run and /tmp are gone after a stop
 //   - the first start reads the image; the egress floor is read at start, and a
 //     machine that never had a strict one has the host's own network (podman)
 //   - a pack's sizes win over arguments that equal the defaults
@@ -44,6 +45,7 @@
 //	ping              how long an answer is awaited (3s)
 //	start-takes       how long a start takes before it boots (0s)
 //	boot-fails-NAME   how many starts fail because the guest is not ready in time
+//	start-dies-NAME   a start dies when it has booted, before it writes that down
 //	create-fails-NAME creation fails with this, and leaves a disk
 //	delete-lies-NAME  delete removes nothing, prints "Cancelled" and exits with 0
 //	ghost-NAME        a deleted machine's record comes back once

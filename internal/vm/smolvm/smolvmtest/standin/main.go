@@ -316,6 +316,9 @@ func (w *world) start(a arguments) (int, error) {
 	if err := os.Remove(boot); err != nil {
 		return 1, errors.Join(errors.New("agent operation failed: start machine: agent operation failed: monitor agent: the process exited early"), w.engine.halt(dir))
 	}
+	if w.setting("start-dies-"+name) != "" {
+		return 137, errors.New("killed")
+	}
 	r.State, r.Process, r.Started = "running", process, true
 	if err := w.put(r); err != nil {
 		return 1, err
@@ -339,7 +342,11 @@ func (w *world) stop(a arguments) (int, error) {
 	case "frozen":
 		return 1, fmt.Errorf("agent operation failed: stop: machine '%s' is the fork base for 1 live clone(s)", name)
 	default:
-		_ = os.Remove(filepath.Join(dir, "agent.pid")) // a start in progress fails
+		// What a start has booted so far, or has left, is killed.
+		_ = os.Remove(filepath.Join(dir, "agent.pid"))
+		if err := w.engine.halt(dir); err != nil {
+			return 1, err
+		}
 		fmt.Printf("Machine '%s' is not running (state: %s)\n", name, state)
 		return 0, nil
 	}
@@ -378,7 +385,13 @@ func (w *world) remove(a arguments) (int, error) {
 		fmt.Println("Cancelled")
 		return 0, nil
 	}
-	if err := errors.Join(w.engine.halt(w.dir(name)), w.engine.remove(w.dir(name))); err != nil {
+	// A process that the record does not know is not looked for.
+	if r.State == "running" || r.State == "unreachable" {
+		if err := w.engine.halt(w.dir(name)); err != nil {
+			return 1, err
+		}
+	}
+	if err := w.engine.remove(w.dir(name)); err != nil {
 		return 1, err
 	}
 	if err := w.drop(name); err != nil {
