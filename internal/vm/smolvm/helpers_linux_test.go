@@ -53,14 +53,26 @@ func called(calls []smolvmtest.Call, verb string) bool {
 // processes are those of a machine of the stand-in.
 func processes(t *testing.T, dir string) []int {
 	t.Helper()
-	paths, err := filepath.Glob("/proc/[0-9]*/environ")
+	return having(t, "environ", "SMOLVM_STANDIN_MACHINE="+dir+"\x00")
+}
+
+// starts are the calls that start a machine.
+func starts(t *testing.T, name string) []int {
+	t.Helper()
+	return having(t, "cmdline", "\x00machine\x00start\x00--name\x00"+name+"\x00")
+}
+
+// having are the processes with a text in one of the files of proc(5).
+func having(t *testing.T, file, text string) []int {
+	t.Helper()
+	paths, err := filepath.Glob("/proc/[0-9]*/" + file)
 	if err != nil {
 		t.Fatal(err)
 	}
 	var pids []int
 	for _, path := range paths {
-		env, err := os.ReadFile(path)
-		if err != nil || !bytes.Contains(env, []byte("SMOLVM_STANDIN_MACHINE="+dir+"\x00")) {
+		data, err := os.ReadFile(path)
+		if err != nil || !bytes.Contains(data, []byte(text)) {
 			continue
 		}
 		if pid, err := strconv.Atoi(filepath.Base(filepath.Dir(path))); err == nil && !zombie(pid) {
