@@ -289,16 +289,16 @@ func (w *world) start(a arguments) (int, error) {
 		return 1, errors.New("agent operation failed: start machine: agent operation failed: wait for ready: agent did not become ready within 30 seconds")
 	}
 	fmt.Fprintf(os.Stderr, "Starting machine '%s'...\n", name)
-	mine := strconv.Itoa(os.Getpid())
-	boot := filepath.Join(dir, "agent.pid")
-	if err := os.WriteFile(boot, []byte(mine), 0o600); err != nil {
-		return 1, err
-	}
 	if !r.Started {
 		fmt.Fprintf(os.Stderr, "Pulling %s...\n", r.Image)
 		if r.Image == "" && r.Pack == nil {
 			return 1, errors.New("agent operation failed: pull: no image")
 		}
+	}
+	mine := strconv.Itoa(os.Getpid())
+	boot := filepath.Join(dir, "agent.pid")
+	if err := os.WriteFile(boot, []byte(mine), 0o600); err != nil {
+		return 1, err
 	}
 	wait, _ := time.ParseDuration(w.setting("start-takes"))
 	time.Sleep(wait)
