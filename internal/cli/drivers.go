@@ -18,14 +18,14 @@ import (
 // builtinDrivers are the engines that this program can use; note is told what
 // they do when that takes long.
 func builtinDrivers(h box.Home, hb func() ([]byte, error), note func(string)) map[string]func(config.Config) vm.Driver {
+	// One for all: it asks its program once for the version.
+	smol := smolvm.New(smolvm.Options{Dir: filepath.Join(h.Machines(), "smolvm"), Note: note})
 	return map[string]func(config.Config) vm.Driver{
 		"container": func(c config.Config) vm.Driver { return container.New(c.ContainerEngine) },
 		"qemu": func(c config.Config) vm.Driver {
 			return qemu.New(qemu.Options{Dir: filepath.Join(h.Machines(), "qemu"), HB: hb, Kernel: c.Kernel})
 		},
-		"smolvm": func(config.Config) vm.Driver {
-			return smolvm.New(smolvm.Options{Dir: filepath.Join(h.Machines(), "smolvm"), Note: note})
-		},
+		"smolvm": func(config.Config) vm.Driver { return smol },
 	}
 }
 

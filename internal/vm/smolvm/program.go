@@ -17,6 +17,7 @@ import (
 	"strings"
 	"syscall"
 	"time"
+	"unicode"
 
 	"hermes-box-lite/internal/vm"
 	"hermes-box-lite/internal/wire"
@@ -196,20 +197,34 @@ func (t *tail) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// lineWriter tells lines, bounded and escaped.
+// lineWriter tells lines, bounded and escaped. Of a line that is said again and
+// again with other figures, as progress is, it tells the first;
+// of a bar without words, none.
 type lineWriter struct {
 	tell func(string)
 	line []byte
+	last string // its letters
+}
+
+func lettersOnly(r rune) rune {
+	if unicode.IsLetter(r) {
+		return r
+	}
+	return -1
 }
 
 func (l *lineWriter) Write(p []byte) (int, error) {
 	for _, b := range p {
 		switch {
 		case b == '\n' || b == '\r':
-			if text := strings.TrimSpace(string(l.line)); text != "" {
-				l.tell(wire.Printable(text))
-			}
+			text := strings.TrimSpace(string(l.line))
 			l.line = l.line[:0]
+			shape := strings.Map(lettersOnly, text)
+			if shape == "" || shape == l.last {
+				continue
+			}
+			l.last = shape
+			l.tell(wire.Printable(text))
 		case len(l.line) < 400:
 			l.line = append(l.line, b)
 		}

@@ -214,7 +214,9 @@ func (d *Driver) usedTemplates(ctx context.Context) (map[string]bool, error) {
 		if err != nil {
 			return nil, err
 		}
-		used[c.Template] = true
+		if c.Created == 0 {
+			used[c.Template] = true
+		}
 	}
 	return used, nil
 }

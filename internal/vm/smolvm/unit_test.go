@@ -201,6 +201,21 @@ func TestAnswersAreBounded(t *testing.T) {
 	}
 }
 
+// TestNotes: a bar that moves is told once.
+func TestNotes(t *testing.T) {
+	var told []string
+	l := &lineWriter{tell: func(text string) { told = append(told, text) }}
+	for _, said := range []string{"Starting machine 'a'...\nPulling x", "...\n", "10% [##>   ]\r", "20.5% [####> ]\r", "\n\nlayer 1 of 9\nlayer 2 of 9\nDone in 3 s\x1b[0m\n", strings.Repeat("y", 10000) + "\n", "cut off"} {
+		if n, err := io.WriteString(l, said); err != nil || n != len(said) {
+			t.Fatal(n, err)
+		}
+	}
+	want := []string{"Starting machine 'a'...", "Pulling x...", "layer 1 of 9", `Done in 3 s\x1b[0m`, strings.Repeat("y", 400)}
+	if diff := cmp.Diff(want, told); diff != "" {
+		t.Errorf("told (-want +got):\n%s", diff)
+	}
+}
+
 // TestEndWithoutItsOutput: the command ended, and then smolvm lost the rest.
 func TestEndWithoutItsOutput(t *testing.T) {
 	t.Setenv("HOME", t.TempDir())
