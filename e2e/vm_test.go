@@ -61,7 +61,8 @@ func TestVM(t *testing.T) {
 	step("clock", func(t *testing.T) { v.clock(t, name) })
 	step("fork", func(t *testing.T) { v.fork(t, name) })
 	step("state survives", func(t *testing.T) { v.survives(t, name) })
-	step("remove", func(t *testing.T) { v.remove(t, name) })
+	step("killed save", func(t *testing.T) { v.killedSave(t, name) })
+	step("killed rm, and remove", func(t *testing.T) { v.remove(t, name) })
 	names := []string{h.name("cut"), h.name("two")}
 	step("killed new", func(t *testing.T) { v.killed(t, names[0]) })
 	step("two at once", func(t *testing.T) { v.parallel(t, names) })
@@ -234,8 +235,36 @@ func (v *machines) survives(t *testing.T, name string) {
 	})
 }
 
+// killedSave kills a save. The next one removes what it left, and Executor is
+// back.
+func (v *machines) killedSave(t *testing.T, name string) {
+	file := filepath.Join(v.home.dir, "killed.gpg")
+	if !v.killedAfter("save: pack the state", 0, "save", name, file) {
+		t.Error("the save was quicker")
+	}
+	if !v.afterKill(name) {
+		t.Error("ls does not tell of the killed save")
+	}
+	v.must("save", name, file)
+	if left, err := filepath.Glob(filepath.Join(v.home.dir, ".hermes-box-*")); err != nil || len(left) > 0 {
+		t.Errorf("partial files are left: %q (%v)", left, err)
+	}
+	eventually(t, 5*time.Minute, "Executor as before", func() error {
+		if executor(v.home, name) == 0 {
+			return errors.New("it is down")
+		}
+		return nil
+	})
+}
+
+// remove kills a rm, and has the next one get over it.
 func (v *machines) remove(t *testing.T, name string) {
 	port := v.record(name).HostPort
+	if !v.killedAfter("remove", 0, "rm", name, "--force") {
+		t.Error("the rm was quicker")
+	}
+	v.afterKill(name)
+	v.wants(0, []string{name}, "ls") // it had not come far
 	v.must("rm", name, "--force")
 	v.gone(t, name)
 	l, err := net.Listen("tcp", "127.0.0.1:"+strconv.Itoa(port))
