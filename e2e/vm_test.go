@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -61,6 +62,7 @@ func TestVM(t *testing.T) {
 	step("clock", func(t *testing.T) { v.clock(t, name) })
 	step("fork", func(t *testing.T) { v.fork(t, name) })
 	step("state survives", func(t *testing.T) { v.survives(t, name) })
+	step("damaged disk", func(t *testing.T) { v.damaged(t, name) })
 	step("killed save", func(t *testing.T) { v.killedSave(t, name) })
 	step("killed rm, and remove", func(t *testing.T) { v.remove(t, name) })
 	names := []string{h.name("cut"), h.name("two")}
@@ -233,6 +235,39 @@ func (v *machines) survives(t *testing.T, name string) {
 		}
 		return nil
 	})
+}
+
+// damaged damages the state's disk while the machine is off: more than e2fsck
+// mends unasked. The box comes up, can be read, and what the doctor advises
+// mends it.
+func (v *machines) damaged(t *testing.T, name string) {
+	v.in(name, "echo precious >~/workspace/kept; echo x >~/workspace/twin")
+	v.must("stop", name)
+	disk := filepath.Join(v.dir(), name, "data.raw")
+	for _, edit := range []string{"set_inode_field /home/agent/workspace/twin block[0] 1", "set_super_value state 2"} {
+		if out, err := exec.Command("debugfs", "-w", "-R", edit, disk).CombinedOutput(); err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+	}
+	v.must("start", name)
+	if c := check(t, v.doctor(name, 3), "state.writable"); !strings.Contains(c.Summary, "damaged") || !strings.Contains(c.Fix, "sudo touch /forcefsck") {
+		t.Errorf("the doctor of a damaged state: %+v", c)
+	}
+	if got := v.in(name, "cat ~/workspace/kept; touch ~/x 2>&1 || true"); !strings.HasPrefix(got, "precious") || !strings.Contains(got, "Read-only") {
+		t.Errorf("in the damaged state: %q", got)
+	}
+	v.in(name, "sudo touch /forcefsck")
+	v.must("stop", name)
+	v.must("start", name)
+	eventually(t, 5*time.Minute, "a healthy box", func() error {
+		if r := v.box("doctor", name); r.code != 0 {
+			return fmt.Errorf("%s", r)
+		}
+		return nil
+	})
+	if got := v.in(name, "cat ~/workspace/kept; ls /forcefsck 2>&1 || true"); !strings.HasPrefix(got, "precious") || !strings.Contains(got, "No such file") {
+		t.Errorf("in the mended state: %q", got)
+	}
 }
 
 // killedSave kills a save. The next one removes what it left, and Executor is

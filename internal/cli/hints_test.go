@@ -170,14 +170,15 @@ func situations() map[string]string {
 		"guest.executorCheck: hb down":                   guest + "TestExecutorCheck", // for moments only
 		"guest.executorCheck: hb status":                 "supervisor",
 		"guest.executorCheck: hb up":                     "shut_down",
-		"guest.executorChecks: sudo ss -ltnp # end the program that holds the port; Executor returns by itself":  trouble + "TestTakenExecutorPort",
-		"guest.mountedCheck: box stop NAME && box start NAME":                                                    checked, // a disk that only a machine has
-		"guest.spaceCheck: du -xh --max-depth=3 * | sort -h | tail # then remove what is not needed":             trouble + "TestFullState",
-		"guest.stateChecks: sudo chown *: *":                                                                     trouble + "TestForeignLoginFile",
-		"guest.stateChecks: sudo mount -o remount,rw *":                                                          trouble + "TestReadOnlyState",
-		"guest.summarizeSQLite: box load BACKUP NEWNAME # restores a backup into a new box":                      guest + "TestDatabases",
-		"guest.supervisorCheck: box stop * && box start *":                                                       "supervisor",
-		"guest.supervisorCheck: sudo ss -ltnp # end the program that holds the port; the door returns by itself": "internal/guest/supervise_test.go TestTakenPortIsReported",
+		"guest.executorChecks: sudo ss -ltnp # end the program that holds the port; Executor returns by itself":               trouble + "TestTakenExecutorPort",
+		"guest.mountedCheck: box stop NAME && box start NAME":                                                                 checked, // a disk that only a machine has
+		"guest.spaceCheck: du -xh --max-depth=3 * | sort -h | tail # then remove what is not needed":                          trouble + "TestFullState",
+		"guest.stateChecks: sudo chown *: *":                                                                                  trouble + "TestForeignLoginFile",
+		"guest.stateChecks: sudo mount -o remount,rw *":                                                                       trouble + "TestReadOnlyState",
+		"guest.stateChecks: sudo touch * # save the box first; then stop and start it: e2fsck mends the disk, by guesses too": trouble + "TestReadOnlyState",
+		"guest.summarizeSQLite: box load BACKUP NEWNAME # restores a backup into a new box":                                   guest + "TestDatabases",
+		"guest.supervisorCheck: box stop * && box start *":                                                                    "supervisor",
+		"guest.supervisorCheck: sudo ss -ltnp # end the program that holds the port; the door returns by itself":              "internal/guest/supervise_test.go TestTakenPortIsReported",
 
 		"provision.Checks: box repair NAME":                                                               provision + "TestChecksUnprovisioned",
 		"provision.baseConflict: choose another BASE_IMAGE in box.env":                                    provision + "TestClaim",

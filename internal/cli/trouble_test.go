@@ -142,6 +142,19 @@ func TestReadOnlyState(t *testing.T) {
 	}
 	h.must("stop", "alpha")
 	h.must("start", "alpha")
+	// A machine's boot has found damage: no remounting, then.
+	note := filepath.Join(h.engine, "machines/alpha/root/run/hermes-box-damage")
+	if err := os.WriteFile(note, []byte("inode 12 is lost\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	h.unhealthy("alpha", "state.writable", "sudo touch /forcefsck")
+	h.unhealthy("alpha", "state.writable", "inode 12 is lost")
+	if code, _, stderr := h.run("repair", "alpha"); code != 1 || !strings.Contains(stderr, "is damaged; the doctor tells how to mend it") {
+		t.Errorf("repair: exit code %d\n%s", code, stderr)
+	}
+	if err := os.Remove(note); err != nil {
+		t.Fatal(err)
+	}
 	remount(0)
 	h.must("repair", "alpha")
 	h.must("doctor", "alpha")

@@ -47,6 +47,10 @@ func (a *app) stateChecks(ctx context.Context, repair string) []wire.Check {
 	case st.Flags&rdonly != 0:
 		writable.Status, writable.Summary, writable.Evidence = wire.Fail, "the state is mounted read-only", l.Data()
 		writable.Fix = "sudo mount -o remount,rw " + l.Data()
+		if note, err := os.ReadFile(l.DamageNote()); err == nil {
+			writable.Summary, writable.Evidence = "the state's disk is damaged, so it is mounted read-only", string(note)
+			writable.Fix = "sudo touch " + layout.MendMarker + " # save the box first; then stop and start it: e2fsck mends the disk, by guesses too"
+		}
 	case err != nil:
 		writable.Status, writable.Summary, writable.Evidence, writable.Fix = wire.Fail, "the agent's home cannot be examined", err.Error(), repair
 	case len(agentSees.NotWritable) > 0:

@@ -27,6 +27,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"hermes-box-lite/internal/guest/channel"
+	"hermes-box-lite/internal/guest/layout"
 	"hermes-box-lite/internal/wire"
 )
 
@@ -180,7 +181,7 @@ func SetClock(unixTime int64) error {
 	return unix.ClockSettime(unix.CLOCK_REALTIME, &unix.Timespec{Sec: unixTime})
 }
 
-// disks mounts system and data and makes the system disk the root.
+// disks makes the system disk the root and mounts the disk of the state.
 func disks(logger *log.Logger) error {
 	const root = "/newroot"
 	for _, disk := range []string{systemDisk, dataDisk} {
@@ -191,15 +192,9 @@ func disks(logger *log.Logger) error {
 	if err := mount(systemDisk, root, "ext4", unix.MS_NOATIME, ""); err != nil {
 		return err
 	}
-	if err := mount(dataDisk, root+"/data", "ext4", unix.MS_NOATIME|unix.MS_NOSUID|unix.MS_NODEV, ""); err != nil {
-		return err
+	if err := grow(systemDisk, root); err != nil {
+		logger.Printf("grow %s: %v", systemDisk, err)
 	}
-	for disk, at := range map[string]string{systemDisk: root, dataDisk: root + "/data"} {
-		if err := grow(disk, at); err != nil {
-			logger.Printf("grow %s: %v", disk, err)
-		}
-	}
-	_ = os.Remove(root + "/data/lost+found") // only when empty; e2fsck makes it when it needs one
 	for _, dir := range []string{"/dev", "/proc", "/sys"} {
 		if err := os.MkdirAll(root+dir, 0o755); err != nil {
 			return err
@@ -234,7 +229,69 @@ func disks(logger *log.Logger) error {
 	for name, target := range map[string]string{"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"} {
 		_ = os.Symlink(target, "/dev/"+name)
 	}
+	return state(logger)
+}
+
+// state mounts the disk of the state; read-only, and with a note for the
+// doctor, when it is damaged beyond what is safe to mend unasked: so it can be
+// looked at and saved.
+func state(logger *log.Logger) error {
+	flags := uintptr(unix.MS_NOATIME | unix.MS_NOSUID | unix.MS_NODEV)
+	damage, err := check(checker, dataDisk, os.Remove(layout.MendMarker) == nil)
+	if err != nil {
+		logger.Printf("check %s: %v", dataDisk, err) // mounting it will tell
+	}
+	if damage != "" {
+		logger.Printf("%s is damaged, and mounted read-only: %s", dataDisk, damage)
+		flags |= unix.MS_RDONLY
+		if err := os.WriteFile(layout.At("").DamageNote(), []byte(damage+"\n"), 0o644); err != nil {
+			logger.Print(err)
+		}
+	}
+	if err := mount(dataDisk, "/data", "ext4", flags, ""); err != nil || damage != "" {
+		return err
+	}
+	if err := grow(dataDisk, "/data"); err != nil {
+		logger.Printf("grow %s: %v", dataDisk, err)
+	}
+	_ = os.Remove("/data/lost+found") // only when empty; e2fsck makes it when it needs one
 	return nil
+}
+
+// checker is the base's own; one without it leaves the journal to the kernel.
+const checker = "/sbin/e2fsck"
+
+// check looks at a file system that is not mounted. What the journal holds and
+// what loses nothing is mended (e2fsck -p), with mend also what is a guess (-y).
+// It returns what is still damaged. The exit codes are those of e2fsck(8).
+func check(program, disk string, mend bool) (damage string, err error) {
+	if _, err := os.Stat(program); errors.Is(err, fs.ErrNotExist) {
+		return "", nil
+	}
+	args := []string{"-p", disk}
+	if mend {
+		args = []string{"-f", "-y", disk}
+	}
+	out, err := exec.Command(program, args...).CombinedOutput()
+	var exit *exec.ExitError
+	if err == nil || !errors.As(err, &exit) {
+		return "", err
+	}
+	const mended, rebootAdvised, left = 1, 2, 4
+	switch code := exit.ExitCode(); {
+	case code&^(mended|rebootAdvised) == 0:
+		return "", nil
+	case code&left != 0:
+		return wire.Printable(lastWords(string(out))), nil
+	default:
+		return "", fmt.Errorf("exit code %d: %s", code, wire.Printable(lastWords(string(out))))
+	}
+}
+
+// lastWords are the last lines of an output, on one line.
+func lastWords(out string) string {
+	words := strings.Join(strings.Fields(out), " ")
+	return words[max(0, len(words)-300):]
 }
 
 // await waits for a device, which appears a moment after its driver.

@@ -7,10 +7,12 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"encoding/pem"
+	"errors"
 	"fmt"
 	"log"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -219,4 +221,73 @@ func seedText(t *testing.T, s wire.Seed) string {
 		t.Fatal(err)
 	}
 	return string(data)
+}
+
+// TestCheck has the real e2fsck look at file systems that are damaged.
+func TestCheck(t *testing.T) {
+	e2fsck, err := exec.LookPath("e2fsck")
+	mkfs, mkfsErr := exec.LookPath("mkfs.ext4")
+	debugfs, debugfsErr := exec.LookPath("debugfs")
+	if err := errors.Join(err, mkfsErr, debugfsErr); err != nil {
+		t.Skip(err)
+	}
+	run := func(program string, args ...string) string {
+		t.Helper()
+		out, err := exec.Command(program, args...).CombinedOutput()
+		if err != nil {
+			t.Fatalf("%s %q: %v\n%s", program, args, err, out)
+		}
+		return string(out)
+	}
+	precious := filepath.Join(t.TempDir(), "precious")
+	if err := os.WriteFile(precious, []byte("precious"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, tt := range []struct {
+		name     string
+		edits    []string // of debugfs
+		damaged  bool
+		contents bool // mending keeps the file at its place
+	}{
+		{"clean", nil, false, true},
+		{"not unmounted", []string{"set_super_value state 0"}, false, true},
+		{"wrong counts, marked", []string{"set_super_value free_blocks_count 7", "set_super_value state 2"}, false, true},
+		{"a lost root directory", []string{"clri <2>", "set_super_value state 2"}, true, false},
+		{"blocks that two files claim", []string{"set_inode_field twin block[0] 1", "clri <8>", "set_super_value state 2"}, true, true},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			disk := filepath.Join(t.TempDir(), "disk")
+			if err := os.WriteFile(disk, nil, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			if err := os.Truncate(disk, 16<<20); err != nil {
+				t.Fatal(err)
+			}
+			run(mkfs, "-q", "-F", disk)
+			run(debugfs, "-w", "-R", "write "+precious+" kept", disk)
+			run(debugfs, "-w", "-R", "write "+precious+" twin", disk)
+			for _, edit := range tt.edits {
+				run(debugfs, "-w", "-R", edit, disk)
+			}
+			damage, err := check(e2fsck, disk, false)
+			if err != nil || (damage != "") != tt.damaged || len(damage) > 300 {
+				t.Fatalf("%q, %v", damage, err)
+			}
+			if tt.damaged {
+				if damage, err := check(e2fsck, disk, true); err != nil || damage != "" {
+					t.Errorf("asked to mend it: %q, %v", damage, err)
+				}
+			}
+			run(e2fsck, "-f", "-n", disk) // nothing is left to mend
+			if got := run(debugfs, "-R", "cat kept", disk); tt.contents && !strings.HasSuffix(got, "precious") {
+				t.Errorf("the file holds %q", got)
+			}
+		})
+	}
+	if damage, err := check("/nowhere/e2fsck", "/nowhere", false); damage != "" || err != nil {
+		t.Errorf("without a checker: %q, %v", damage, err)
+	}
+	if damage, err := check(e2fsck, filepath.Join(t.TempDir(), "none"), false); damage != "" || err == nil {
+		t.Errorf("without a disk: %q, %v", damage, err)
+	}
 }

@@ -71,6 +71,14 @@ func (l Layout) Run() string { return l.Path("/run/hermes-box") }
 // ControlSocket is where the supervisor answers.
 func (l Layout) ControlSocket() string { return filepath.Join(l.Run(), "control.sock") }
 
+// DamageNote is where the boot of a machine tells that the state's disk is
+// damaged, and was mounted read-only for that.
+func (l Layout) DamageNote() string { return l.Path("/run/hermes-box-damage") }
+
+// MendMarker asks the next boot of a machine to mend the state's disk also
+// where that is a guess. The name is that of sysvinit's.
+const MendMarker = "/forcefsck"
+
 // Opt holds the managed tools.
 func (l Layout) Opt() string { return l.Path("/opt/hermes-box") }
 

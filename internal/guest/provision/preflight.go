@@ -38,6 +38,9 @@ func preflight(_ context.Context, r *run) error {
 	var st syscall.Statfs_t
 	if err := syscall.Statfs(r.l.Data(), &st); err == nil && st.Flags&rdonly != 0 {
 		// Executor could not start, and that would be waited for.
+		if exists(r.l.DamageNote()) {
+			return fmt.Errorf("the disk of %s is damaged; the doctor tells how to mend it", r.l.Data())
+		}
 		return &hintedError{fmt.Errorf("%s is a read-only file system", r.l.Data()), "sudo mount -o remount,rw " + r.l.Data()}
 	}
 	if !r.l.Real() {
