@@ -33,7 +33,7 @@
 //   - delete does not look for processes of a machine that never came up, which
 //     stop does; both kill, without TERM; /run and /tmp are gone after a stop
 //   - the first start reads the image; the egress floor is read at start, and a
-//     machine that never had a strict one has the host's own network (podman)
+//     machine that never had a strict one shares a network with others (podman)
 //   - a pack's sizes win over arguments that equal the defaults
 //
 // These are chosen by files below $XDG_DATA_HOME/smolvm/standin, of World.Set:

@@ -252,10 +252,10 @@ func (p podman) make(r record, c string) error {
 			}
 		}
 	}
-	// Everything of the guest's network is out of reach only under the strict
-	// floor. Without one the host's loopback is the guest's, which is worse than
-	// smolvm's gateway, and just as visible.
-	network := "host"
+	// Other machines are out of reach only under the strict floor. Without one
+	// they share podman's own network, as smolvm's guests reach each other's
+	// published ports by the host's loopback.
+	network := "podman"
 	if os.Getenv("SMOLVM_EGRESS_FLOOR") == "strict" {
 		network = c
 		if !p.exists("network", c) {
@@ -274,9 +274,7 @@ func (p podman) make(r record, c string) error {
 		args = append(args, "--cap-add", capability)
 	}
 	for _, port := range r.Ports {
-		if network != "host" {
-			args = append(args, "--publish", "127.0.0.1:"+port+"/tcp")
-		}
+		args = append(args, "--publish", "127.0.0.1:"+port+"/tcp")
 	}
 	_, err := p.run(append(append(args, image), r.Command...)...)
 	return err
