@@ -131,8 +131,9 @@ func (m *Manager) awake(ctx context.Context, mu *mutation) (drv vm.Driver, stop 
 		return nil, nil, err
 	}
 	stop = func() error { return nil }
-	// One that a killed save or fork has started is to be stopped, too.
-	mu.stop = machine.State != vm.Running || mu.earlier != nil && mu.earlier.Stop
+	// One that a killed save or fork has started is to be stopped, too. One of
+	// which the engine does not say whether it runs may be in use.
+	mu.stop = machine.State == vm.Stopped || mu.earlier != nil && mu.earlier.Stop
 	if mu.stop {
 		if err := mu.enter(ctx, "start"); err != nil {
 			return nil, nil, err

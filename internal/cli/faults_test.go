@@ -48,7 +48,7 @@ const faultWorkers = 6
 type faultVerb struct {
 	title string
 	args  func(*rig) []string
-	start string // the situation of alpha: absent, interrupted, stopped or running
+	start string // the situation of alpha: absent, interrupted, stopped or running; cold: absent, and no template
 	// with is a fault that is always there, for the ways out of a failure.
 	with, withWhat string
 	// from and until bound the points that are of interest, by their beginnings.
@@ -65,6 +65,9 @@ func faultVerbs() []faultVerb {
 		{title: "new", args: words("new", "alpha"), start: "absent"},
 		{title: "new, failing", args: words("new", "alpha"), start: "absent", with: "step.new.provision:exec.provision@1", withWhat: "error cut", from: "fault "},
 		{title: "new, over left-overs", args: words("new", "alpha"), start: "interrupted", until: "step.new.base"},
+		{title: "new, keeping its system", args: words("new", "alpha"), start: "cold", from: "step.new.provision:exec.provision", until: "step.new.start-Executor"},
+		{title: "fork", args: words("fork", "other", "alpha"), start: "absent"},
+		{title: "fork, streamed", args: words("fork", "other", "alpha", "--fresh-logins"), start: "absent", until: "step.fork.start-Executor"},
 		{title: "load", args: func(r *rig) []string { return []string{"load", r.archive, "alpha"} }, start: "absent"},
 		{title: "save", args: save, start: "running"},
 		{title: "save, of a stopped box", args: save, start: "stopped"},
@@ -259,11 +262,14 @@ func indent(text string) string {
 
 // bring takes alpha to a situation.
 func (r *rig) bring(to string) error {
-	if to == "absent" || to == "interrupted" {
+	if to == "absent" || to == "interrupted" || to == "cold" {
 		if r.record("alpha") != nil {
 			if err := r.must("rm", "alpha", "--force"); err != nil {
 				return err
 			}
+		}
+		if to == "cold" {
+			return r.must("cache", "prune", "--all")
 		}
 		if to == "absent" {
 			return nil
@@ -396,9 +402,11 @@ func (r *rig) cell(v faultVerb, point string, kind faultKind) (code int, err err
 		note(errors.New("a person must act, and the record is gone"))
 	case verb == "new" && v.start == "absent" && code != 0 && code != 8 && !kind.sudden() && rec != nil:
 		note(errors.New("the failed new left its box"))
+	case verb == "fork" && code != 0 && code != 8 && !kind.sudden() && rec != nil:
+		note(errors.New("the failed fork left its box"))
 	case verb == "load" && code != 0 && code != 8 && !kind.sudden() && rec != nil && rec.Phase != box.Ready:
 		note(errors.New("the failed load left a box that never was ready"))
-	case verb != "new" && verb != "load" && verb != "rm" && rec == nil:
+	case !creates(verb) && verb != "rm" && rec == nil:
 		note(errors.New("the box is lost"))
 	}
 
@@ -413,12 +421,12 @@ func (r *rig) cell(v faultVerb, point string, kind faultKind) (code int, err err
 	switch {
 	case verb == "rm":
 		note(r.mustEnd([]int{0, 4}, args...))
-	case (verb == "new" || verb == "load") && rec != nil && rec.Phase == box.Ready:
+	case creates(verb) && rec != nil && rec.Phase == box.Ready:
 		note(r.must("doctor", "alpha"))
 	default:
 		note(r.must(v.args(r)...))
 	}
-	if verb == "load" {
+	if verb == "load" || verb == "fork" {
 		_, err := os.Stat(filepath.Join(r.workspace("alpha"), "marker"))
 		note(err) // the state, and not only a box
 	}
@@ -524,13 +532,15 @@ func (r *rig) listed(name string) (note, state string, err error) {
 	return "", "", nil
 }
 
+// creates: the verb makes a box.
+func creates(verb string) bool { return verb == "new" || verb == "load" || verb == "fork" }
+
 // begun reports whether a verb was sure to have journalled a step when its
 // fault happened, and had not completed.
 func begun(lines []string, verb string) bool {
 	first := slices.IndexFunc(lines, func(l string) bool { return strings.HasPrefix(l, "step."+verb+".") })
 	fault := slices.IndexFunc(lines, func(l string) bool { return strings.HasPrefix(l, "fault ") })
-	creating := verb == "new" || verb == "load" // whose first steps have no record
-	if creating {
+	if creates(verb) { // its first steps have no record
 		first = slices.Index(lines, "step."+verb+".create@1")
 	}
 	done := func(l string) bool { return strings.Contains(l, ".complete@") || strings.Contains(l, "step.forget@") }

@@ -237,10 +237,11 @@ func audit(dir, work string) []string {
 			hints[hint] = true
 		}
 	}
-	// Of transcripts the newest twenty stay, so an old one may have gone.
+	// Of transcripts the newest twenty stay, so an old one may have gone. A fork
+	// begins two at once.
 	for _, hint := range evidence[max(0, len(evidence)-10):] {
 		kept, _ := filepath.Glob(filepath.Join(filepath.Dir(strings.TrimPrefix(hint, "less ")), "*.log"))
-		if len(kept) < 19 {
+		if len(kept) < 18 {
 			hints[hint] = true
 		}
 	}
