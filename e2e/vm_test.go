@@ -60,9 +60,9 @@ func TestVM(t *testing.T) {
 		h.in(name, "hb up")
 	})
 	step("clock", func(t *testing.T) { v.clock(t, name) })
+	step("damaged disk", func(t *testing.T) { v.damaged(t, name) })
 	step("fork", func(t *testing.T) { v.fork(t, name) })
 	step("state survives", func(t *testing.T) { v.survives(t, name) })
-	step("damaged disk", func(t *testing.T) { v.damaged(t, name) })
 	step("killed save", func(t *testing.T) { v.killedSave(t, name) })
 	step("killed rm, and remove", func(t *testing.T) { v.remove(t, name) })
 	names := []string{h.name("cut"), h.name("two")}
