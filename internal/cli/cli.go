@@ -176,7 +176,7 @@ func (a *app) conclude(ctx context.Context, err error) int {
 // that it then misses is no wrong name.
 func making(err error) bool {
 	var step *box.StepError
-	return errors.As(err, &step) && (step.Verb == "new" || step.Verb == "load")
+	return errors.As(err, &step) && (step.Verb == "new" || step.Verb == "load" || step.Verb == "fork")
 }
 
 // hintsOf collects the commands that help with an error.
@@ -208,9 +208,14 @@ func hintsOf(err error) []string {
 		hints = append(hints, "box ls --all")
 	}
 	for _, e := range leaves(err) {
-		if h, ok := e.(interface{ Hint() string }); ok && h.Hint() != "" {
-			hints = append(hints, h.Hint())
+		h, ok := e.(interface{ Hint() string })
+		if !ok || h.Hint() == "" {
+			continue
 		}
+		if making(err) && !errors.Is(err, box.ErrUnhealthy) && h.Hint() == "box repair "+step.Name {
+			continue // the box that was not to be worked with is gone again
+		}
+		hints = append(hints, h.Hint())
 	}
 	return hints
 }
