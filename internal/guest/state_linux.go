@@ -212,8 +212,8 @@ func (a *app) checkHomeCommand() *cobra.Command {
 		for _, name := range secretFiles() {
 			path := filepath.Join(a.layout.Home(), name)
 			info, err := os.Stat(path)
-			if err != nil {
-				continue // most boxes have only some of them
+			if err != nil || !info.Mode().IsRegular() {
+				continue // most boxes have only some of them, and a device keeps no secret
 			}
 			st, ok := info.Sys().(*syscall.Stat_t)
 			switch {
