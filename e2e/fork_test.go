@@ -25,15 +25,17 @@ func TestFork(t *testing.T) {
 	h.checkState(beta)
 	h.useCredential(beta)
 	h.useCredential(alpha)
-	sound(t, h.doctor(alpha, 0), allChecks, "mcp.hermes")
-	sound(t, h.doctor(beta, 0), allChecks, "mcp.hermes")
+	for _, name := range []string{alpha, beta} {
+		h.wants(0, []string{"state.lineage", "healthy"}, "doctor", name)
+	}
 
 	// A stopped source, and no logins.
 	h.must("stop", alpha)
 	gamma := h.name("gamma")
 	h.wants(0, []string{"left out: /data/home/agent/.codex/auth.json"}, "fork", alpha, gamma, "--fresh-logins")
 	h.wants(0, []string{alpha + " ", "stopped"}, "ls")
-	h.itself(alpha, gamma) // which starts it
+	h.must("start", alpha)
+	h.itself(alpha, gamma)
 	if out := h.must("cache", "ls"); strings.Count(out, "template") != 1 {
 		t.Errorf("one template is expected:\n%s", out)
 	}
