@@ -434,6 +434,11 @@ func (r *rig) cell(v faultVerb, point string, kind faultKind) (code int, err err
 		note(r.serving())
 	}
 	note(r.invariants(false))
+	if kind.what == "lie" && verb == "save" && v.start == "stopped" && point == "inspect@2" {
+		// Of a box whose engine did not say that it is stopped nobody knows that
+		// it may be stopped again.
+		note(r.must("stop", "alpha"))
+	}
 	note(r.settled(v))
 	if verb == "save" && v.start == "stopped" {
 		// A stop in it that was cut short keeps Executor down for two minutes
