@@ -162,8 +162,14 @@ func (m *Manager) clone(ctx context.Context, mu, from *mutation, drv vm.Driver, 
 	})
 }
 
+// freezeLimit is a little more than hb's own, and the time to write everything
+// to the disks before.
+const freezeLimit = 5 * time.Minute
+
 // frozen does work while the guest writes nothing to its disks.
 func (g guest) frozen(ctx context.Context, mu *mutation, work func() error) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, g.limits.guest(freezeLimit), errors.New("the guest did not bring its disks to rest in time"))
+	defer cancel()
 	release, releasing := io.Pipe()
 	var workErr error
 	done := false

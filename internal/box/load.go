@@ -209,7 +209,15 @@ func (m *Manager) fill(ctx context.Context, mu *mutation, drv vm.Driver, from st
 	if err := restore(); err != nil {
 		return err
 	}
-	return g.run(ctx, "await-state", "--done")
+	if err := g.run(ctx, "await-state", "--done"); err != nil {
+		return err
+	}
+	// An engine's word that it was done would leave the box waiting for ever.
+	h, err := g.hello(ctx)
+	if err == nil && h.Awaits {
+		err = errors.New("the state is in, and the box still waits for it")
+	}
+	return err
 }
 
 // restoreArchive puts the state of a verified archive in.

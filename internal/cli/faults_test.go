@@ -118,7 +118,7 @@ func (k faultKind) applies(point string) bool {
 	if strings.HasPrefix(call, "step.") {
 		return false
 	}
-	return k.what == "lie" || !strings.HasPrefix(call, "exec.unpack") && point != "step.save.save:exec.pack@1"
+	return k.what == "lie" || !strings.HasPrefix(call, "exec.unpack") && point != "step.save.save:exec.pack@1" && point != "step.fork.restore:exec.pack@2"
 }
 
 type faultCell struct {
@@ -398,7 +398,8 @@ func (r *rig) cell(v faultVerb, point string, kind faultKind) (code int, err err
 		note(fmt.Errorf("the journal says %+v", rec.Operation))
 	}
 	switch {
-	case code == 8 && rec == nil && point != "step.forget@1": // whose removal may not be durable
+	case code == 8 && rec == nil && point != "step.forget@1" && // whose removal may not be durable
+		(verb != "fork" || slices.Contains(lines, "step.fork.create@1")): // else it is the source that is not ours
 		note(errors.New("a person must act, and the record is gone"))
 	case verb == "new" && v.start == "absent" && code != 0 && code != 8 && !kind.sudden() && rec != nil:
 		note(errors.New("the failed new left its box"))

@@ -232,9 +232,13 @@ func (a *app) helloCommand() *cobra.Command {
 		if err != nil {
 			return err
 		}
+		awaits, err := secrets.AwaitsState(a.layout)
+		if err != nil {
+			return err
+		}
 		line, err := json.Marshal(wire.Hello{
 			Protocol: wire.Protocol, Version: a.version, Arch: runtime.GOARCH,
-			Supervised: askErr == nil, Provisioned: settingsErr == nil, Paused: paused,
+			Supervised: askErr == nil, Provisioned: settingsErr == nil, Paused: paused, Awaits: awaits,
 			UnixTime: time.Now().Unix(),
 		})
 		if err != nil {

@@ -41,6 +41,7 @@ type Hello struct {
 	Supervised  bool   `json:"supervised"`  // a supervisor answers in this box
 	Provisioned bool   `json:"provisioned"` // provisioning has succeeded once
 	Paused      bool   `json:"paused"`      // Executor is deliberately down
+	Awaits      bool   `json:"awaits"`      // a new box whose state is not in yet
 	UnixTime    int64  `json:"unix_time"`   // the guest's clock, seconds
 }
 
