@@ -59,7 +59,7 @@ $(TOOLS)/golangci-lint: tools/go.mod tools/go.sum
 	cd tools && GOBIN=$(TOOLS) go install tool
 	touch $@
 
-test: check faults-part e2e ## all tests, with a quarter of the table of faults (all: FAULTS_PART=all)
+test: check faults-part e2e ## all tests, with an eighth of the table of faults (all: FAULTS_PART=all)
 
 e2e: build ## scenarios on real containers with the real tools
 	scripts/e2e
@@ -70,7 +70,7 @@ e2e-full: build ## the same, and the slow ones
 e2e-smolvm: build ## the smolvm driver on its stand-in; with BOX_E2E_SMOLVM=1 on the installed smolvm
 	scripts/e2e-smolvm
 
-FAULTS_PART ?= 4
+FAULTS_PART ?= 8
 
 faults-part: $(HB)
 	FAULTS=$(FAULTS_PART) go test -count=1 -timeout 60m -v -run '^TestFaults$$' ./internal/cli
