@@ -176,20 +176,20 @@ func TestBrowser(t *testing.T) {
 	if strings.Contains(place, "_token") || !strings.HasPrefix(place, home1+"/") {
 		t.Error("the ticket stayed in the address bar, or the page is another")
 	}
-	apis := 0
-	b.mu.Lock()
-	for address, status := range b.statuses {
-		if strings.HasPrefix(address, home1+"/api/") {
-			apis++
-			if status != http.StatusOK {
-				t.Errorf("%s: %d", address, status)
+	// The page is drawn before its first requests are answered.
+	eventually(t, time.Minute, "an answer of Executor's API to the page", func() error {
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		for address, status := range b.statuses {
+			if strings.HasPrefix(address, home1+"/api/") {
+				if status != http.StatusOK {
+					t.Errorf("%s: %d", address, status)
+				}
+				return nil
 			}
 		}
-	}
-	b.mu.Unlock()
-	if apis == 0 {
-		t.Error("the page has asked Executor's API for nothing")
-	}
+		return errors.New("the page has asked for nothing yet")
+	})
 	if status := b.fetch("/api/integrations"); status != http.StatusOK {
 		t.Errorf("the page's own request: %d", status)
 	}
