@@ -51,30 +51,38 @@ func backupTime(box, base string) (time.Time, bool) {
 // directory, by the name that archives are given, and the one that save wrote
 // last, wherever that is. found is false when there is none.
 func (m *Manager) NewestBackup(name string) (newest Backup, found bool, err error) {
-	all, err := m.NewestBackups([]string{name})
-	newest, found = all[name]
-	return newest, found, err
+	byBox, err := m.backupsByBox()
+	if err != nil {
+		return Backup{}, false, err
+	}
+	rec, err := m.registry.get(name)
+	if err != nil {
+		rec = Record{} // its reader has reported it
+	}
+	newest, found = m.newestOf(name, rec, byBox[name])
+	return newest, found, nil
 }
 
 // NewestBackups is NewestBackup for several boxes, in one look at the
 // directory; boxes without an archive are missing.
-func (m *Manager) NewestBackups(names []string) (map[string]Backup, error) {
-	inDirectory, err := m.backupsByBox()
+func (m *Manager) NewestBackups(boxes []Status) (map[string]Backup, error) {
+	byBox, err := m.backupsByBox()
 	if err != nil {
 		return nil, err
 	}
 	newest := map[string]Backup{}
-	for _, name := range names {
-		if b, ok := m.newestOf(name, inDirectory[name]); ok {
-			newest[name] = b
+	for _, s := range boxes {
+		if b, ok := m.newestOf(s.Name, s.rec, byBox[s.Name]); ok {
+			newest[s.Name] = b
 		}
 	}
 	return newest, nil
 }
 
-func (m *Manager) newestOf(name string, list []Backup) (newest Backup, found bool) {
-	rec, recErr := m.registry.get(name) // one that cannot be read has been reported by its reader
-	if recErr == nil && rec.LastArchive != "" {
+// newestOf chooses among the archives that carry a box's name; rec is its
+// record, or none.
+func (m *Manager) newestOf(name string, rec Record, list []Backup) (newest Backup, found bool) {
+	if rec.LastArchive != "" {
 		if info, err := os.Stat(rec.LastArchive); err == nil {
 			last := Backup{Path: rec.LastArchive, Time: info.ModTime().UTC()}
 			if when, ok := backupTime(name, filepath.Base(last.Path)); ok {
@@ -89,7 +97,7 @@ func (m *Manager) newestOf(name string, list []Backup) (newest Backup, found boo
 			break // the older ones need no look
 		}
 		v, ok := m.home.verified(b.Path)
-		if ok && recErr == nil && v.Lineage != rec.Lineage {
+		if ok && rec.OwnerID != "" && v.Lineage != rec.Lineage {
 			continue // of an earlier box of that name
 		}
 		b.Verified = ok

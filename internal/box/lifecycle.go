@@ -253,6 +253,8 @@ type Status struct {
 	Isolation   string
 	ExecutorURL string // without a token; "" when not exposed
 	Note        string
+
+	rec Record // none for a machine that is not ours, or a record that cannot be read
 }
 
 // List describes all boxes, and with all also the engines' other machines.
@@ -345,11 +347,14 @@ func (m *Manager) listEngine(ctx context.Context, engine string, recs []Record, 
 // statusOf describes a box; still is false for one that was removed while the
 // engine was asked.
 func (m *Manager) statusOf(rec Record, machine vm.Machine, known bool, listErr error) (s Status, still bool) {
-	rec, held, lockErr := m.settled(rec)
-	if errors.Is(lockErr, ErrNotFound) {
+	var held bool
+	var lockErr error
+	if rec.Operation == nil && rec.Phase == Ready && known {
+		held, lockErr = m.home.locked(rec.Name) // nothing that could have changed meanwhile would be told otherwise
+	} else if rec, held, lockErr = m.settled(rec); errors.Is(lockErr, ErrNotFound) {
 		return Status{}, false
 	}
-	s = Status{Name: rec.Name, Driver: rec.Driver, Isolation: rec.Isolation, State: "unknown", ExecutorURL: executorURL(rec)}
+	s = Status{rec: rec, Name: rec.Name, Driver: rec.Driver, Isolation: rec.Isolation, State: "unknown", ExecutorURL: executorURL(rec)}
 	switch {
 	case listErr != nil:
 		s.Note = listErr.Error()

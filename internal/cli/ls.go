@@ -55,11 +55,7 @@ interrupted or unknown. It locks nothing and starts nothing.
 			if err != nil {
 				return err
 			}
-			names := make([]string, 0, len(statuses))
-			for _, s := range statuses {
-				names = append(names, s.Name)
-			}
-			backups, err := m.NewestBackups(names)
+			backups, err := m.NewestBackups(statuses)
 			if err != nil {
 				return err
 			}
