@@ -15,7 +15,9 @@ package vm
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
+	"strings"
 	"time"
 )
 
@@ -182,6 +184,15 @@ type Cached struct {
 	Made     time.Time // UTC
 	Bytes    int64     // on this host's disks; 0 = not known
 	InUse    bool      // a machine or a template needs it
+}
+
+// CheckTemplateID refuses what is not an id as MakeTemplate takes it: 64 lower
+// hex digits.
+func CheckTemplateID(id string) error {
+	if len(id) != 64 || strings.Trim(id, "0123456789abcdef") != "" {
+		return fmt.Errorf("%q is not the id of a template", id)
+	}
+	return nil
 }
 
 // Cacher is an optional power of a driver: it keeps systems from which

@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"regexp"
 	"strings"
 	"time"
 
@@ -17,8 +16,6 @@ const (
 	templateRepo  = "localhost/hermes-box-template"
 	templateLabel = "hermes-box.template"
 )
-
-var templateID = regexp.MustCompile(`^[0-9a-f]{64}$`)
 
 // image is what `podman image ls --format json` says of one.
 type image struct {
@@ -48,8 +45,8 @@ func (d *Driver) MakeTemplate(ctx context.Context, name, ownerID, id string) err
 	if !d.isPodman() {
 		return fmt.Errorf("templates with %s: %w", d.engine, errors.ErrUnsupported)
 	}
-	if !templateID.MatchString(id) {
-		return fmt.Errorf("%q is not the id of a template", id)
+	if err := vm.CheckTemplateID(id); err != nil {
+		return err
 	}
 	c, err := d.container(ctx, name)
 	if err != nil {
@@ -76,8 +73,8 @@ func (d *Driver) pruneTemplates(ctx context.Context) error {
 
 // templateImage is the name of a template's image.
 func (d *Driver) templateImage(ctx context.Context, id string) (string, error) {
-	if !templateID.MatchString(id) {
-		return "", fmt.Errorf("%q is not the id of a template", id)
+	if err := vm.CheckTemplateID(id); err != nil {
+		return "", err
 	}
 	list, err := d.images(ctx, "reference="+templateRepo+":"+id)
 	if err != nil {

@@ -10,7 +10,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"regexp"
 	"strings"
 	"sync"
 	"syscall"
@@ -133,8 +132,6 @@ type template struct {
 func (d *Driver) templates() string            { return filepath.Join(d.opts.Dir, "templates") }
 func (d *Driver) templateDir(id string) string { return filepath.Join(d.templates(), id) }
 
-var templateID = regexp.MustCompile(`^[0-9a-f]{64}$`)
-
 // owned locks a machine of ours and returns its record.
 func (d *Driver) owned(ctx context.Context, name, ownerID string) (r record, unlock func(), err error) {
 	if unlock, err = d.lock(ctx, name); err != nil {
@@ -152,8 +149,8 @@ func (d *Driver) owned(ctx context.Context, name, ownerID string) (r record, unl
 
 // MakeTemplate implements vm.Cacher. The machine runs on meanwhile.
 func (d *Driver) MakeTemplate(ctx context.Context, name, ownerID, id string) error {
-	if !templateID.MatchString(id) {
-		return fmt.Errorf("%q is not the id of a template", id)
+	if err := vm.CheckTemplateID(id); err != nil {
+		return err
 	}
 	r, unlock, err := d.owned(ctx, name, ownerID)
 	if err != nil {
@@ -223,8 +220,8 @@ func (d *Driver) dropTemplate(id string) error {
 }
 
 func (d *Driver) template(id string) (template, error) {
-	if !templateID.MatchString(id) {
-		return template{}, fmt.Errorf("%q is not the id of a template", id)
+	if err := vm.CheckTemplateID(id); err != nil {
+		return template{}, err
 	}
 	data, err := os.ReadFile(filepath.Join(d.templateDir(id), "template.json"))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -282,7 +279,7 @@ func (d *Driver) Cached(ctx context.Context) ([]vm.Cached, error) {
 		return nil, err
 	}
 	for _, e := range entries {
-		if !templateID.MatchString(e.Name()) {
+		if vm.CheckTemplateID(e.Name()) != nil {
 			continue
 		}
 		t, err := d.template(e.Name())
@@ -371,7 +368,7 @@ func (d *Driver) Evict(ctx context.Context, id string) error {
 		return err
 	}
 	defer release()
-	if templateID.MatchString(id) {
+	if vm.CheckTemplateID(id) == nil {
 		if err := d.dropTemplate(id); !errors.Is(err, vm.ErrNoTemplate) {
 			return err
 		}

@@ -22,10 +22,7 @@ import (
 // of what the machine's system was, without /workspace, on which /data lies. Its
 // file is called ID-TIME.smolmachine; the newest of an id counts.
 
-var (
-	templateID = regexp.MustCompile(`^[0-9a-f]{64}$`)
-	packName   = regexp.MustCompile(`^([0-9a-f]{64})-(\d{19})\.smolmachine$`)
-)
+var packName = regexp.MustCompile(`^([0-9a-f]{64})-(\d{19})\.smolmachine$`)
 
 func (d *Driver) templateDir() string { return filepath.Join(d.opts.Dir, "templates") }
 
@@ -84,8 +81,8 @@ func (d *Driver) MakeTemplate(ctx context.Context, name, ownerID, id string) err
 	if err := checkName(name); err != nil {
 		return err
 	}
-	if !templateID.MatchString(id) {
-		return fmt.Errorf("the template's id %q is not 64 hexadecimal digits", id)
+	if err := vm.CheckTemplateID(id); err != nil {
+		return err
 	}
 	held, err := d.lock(ctx, name)
 	if err != nil {
@@ -249,7 +246,7 @@ func (d *Driver) Cached(ctx context.Context) ([]vm.Cached, error) {
 	}
 	for _, e := range entries {
 		digest, ok := strings.CutSuffix(e.Name(), ".tar")
-		if !ok || !templateID.MatchString(digest) {
+		if !ok || !baseDigest.MatchString("sha256:"+digest) {
 			continue
 		}
 		info, err := e.Info()
