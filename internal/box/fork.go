@@ -1,14 +1,11 @@
 package box
 
 import (
-	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"regexp"
-	"strconv"
 	"sync"
 	"time"
 
@@ -241,48 +238,19 @@ func (m *Manager) pipeState(ctx context.Context, mu *mutation, source, target gu
 	if err != nil {
 		return err
 	}
-	request, err := json.Marshal(wire.PackRequest{Protocol: wire.Protocol, Box: source.name, Time: m.opts.Now().UTC(), Lineage: mu.rec.Lineage})
+	var packed wire.StateResult
+	unpacked, err := target.unpack(ctx, mu, plan.Bytes, o.FreshLogins, func(wire.Event) {}, func(ctx context.Context, w io.Writer) (err error) {
+		packed, err = source.pack(ctx, mu, w, plan.Bytes)
+		return err
+	})
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	pr, pw := io.Pipe()
-	type outcome struct {
-		event wire.Event
-		err   error
-	}
-	packed := make(chan outcome, 1)
-	go func() {
-		ev, err := source.perform(ctx, mu, bytes.NewReader(request), pw, mu.stateEvent(plan.Bytes), "pack")
-		if err != nil {
-			cancel(err) // the new box must not take the end of a bad stream for its end
-		}
-		_ = pw.CloseWithError(err)
-		packed <- outcome{ev, err}
-	}()
-	args := []string{"unpack", "--bytes", strconv.FormatInt(plan.Bytes, 10)}
-	if o.FreshLogins {
-		args = append(args, "--fresh-logins")
-	}
-	ev, err := target.perform(ctx, mu, pr, nil, func(wire.Event) {}, args...)
-	_ = pr.Close() // frees a stream that nobody reads any more
-	sent := <-packed
-	switch {
-	case err != nil && sent.err != nil && !errors.Is(sent.err, io.ErrClosedPipe):
-		return sent.err
-	case err != nil:
-		return err
-	case sent.err != nil:
-		return sent.err
-	case ev.State == nil || sent.event.State == nil:
-		return errors.New("hb did not say what it packed and unpacked")
-	}
-	if a, b := sent.event.State, ev.State; a.Stream != b.Stream || a.Entries != b.Entries || a.Bytes != b.Bytes || a.Digest != b.Digest {
+	if !packed.Same(unpacked) {
 		return fmt.Errorf("the boxes do not agree on the state: %d entries with %d bytes in %s, %d with %d in %s, or other content",
-			a.Entries, a.Bytes, source.name, b.Entries, b.Bytes, target.name)
+			packed.Entries, packed.Bytes, source.name, unpacked.Entries, unpacked.Bytes, target.name)
 	}
-	mu.leftOut(*ev.State)
+	mu.leftOut(unpacked)
 	return nil
 }
 

@@ -200,6 +200,12 @@ func (m *Manager) installHB(ctx context.Context, g guest) error {
 // how long an engine that has just started a machine may not find hb in it.
 const quietWait = 10 * time.Second
 
+// supervisorLimit bounds how long a machine that runs may take until its
+// supervisor answers.
+func (m *Manager) supervisorLimit(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeoutCause(ctx, m.opts.Deadlines.guest(5*time.Minute), errors.New("the supervisor did not answer within 5 minutes"))
+}
+
 // awaitSupervisor returns when the supervisor of the machine answers.
 func (m *Manager) awaitSupervisor(ctx context.Context, g guest) error {
 	quiet := time.Now().Add(m.opts.Deadlines.guest(5*quietWait) / 5)

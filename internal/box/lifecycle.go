@@ -48,7 +48,7 @@ func (m *Manager) startMachine(ctx context.Context, drv vm.Driver, rec Record, l
 	if err := boot(ctx, drv, rec); err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeoutCause(ctx, m.opts.Deadlines.guest(5*time.Minute), errors.New("the supervisor did not answer within 5 minutes"))
+	ctx, cancel := m.supervisorLimit(ctx)
 	defer cancel()
 	g := m.guest(drv, rec.Name, log)
 	if err := m.awaitSupervisor(ctx, g); err != nil {

@@ -243,32 +243,40 @@ func (mu *mutation) leftOut(restored wire.StateResult) {
 // restore streams a verified archive into the box's empty state. The host's
 // own reading must agree with the first one, to the last byte.
 func (m *Manager) restore(ctx context.Context, mu *mutation, g guest, a *backup.Archive, found backup.Report, o LoadOptions) (wire.StateResult, error) {
+	return g.unpack(ctx, mu, found.Bytes, o.FreshLogins, mu.stateEvent(found.Bytes), func(ctx context.Context, w io.Writer) error {
+		return a.Stream(ctx, w, m.opts.Report.Progress)
+	})
+}
+
+// unpack fills a new box's empty state, of that size, with the stream that send
+// writes.
+func (g guest) unpack(ctx context.Context, mu *mutation, size int64, freshLogins bool, on func(wire.Event), send func(context.Context, io.Writer) error) (wire.StateResult, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	pr, pw := io.Pipe()
-	streamed := make(chan error, 1)
+	sent := make(chan error, 1)
 	go func() {
-		err := a.Stream(ctx, pw, m.opts.Report.Progress)
+		err := send(ctx, pw)
 		if err != nil {
 			cancel(err) // the box must not take the end of a bad stream for its end
 		}
 		_ = pw.CloseWithError(err)
-		streamed <- err
+		sent <- err
 	}()
-	args := []string{"unpack", "--bytes", strconv.FormatInt(found.Bytes, 10)}
-	if o.FreshLogins {
+	args := []string{"unpack", "--bytes", strconv.FormatInt(size, 10)}
+	if freshLogins {
 		args = append(args, "--fresh-logins")
 	}
-	ev, err := g.perform(ctx, mu, pr, nil, mu.stateEvent(found.Bytes), args...)
+	ev, err := g.perform(ctx, mu, pr, nil, on, args...)
 	_ = pr.Close() // frees a stream that nobody reads any more
-	streamErr := <-streamed
+	sendErr := <-sent
 	switch {
-	case err != nil && streamErr != nil && !errors.Is(streamErr, io.ErrClosedPipe):
-		return wire.StateResult{}, streamErr
+	case err != nil && sendErr != nil && !errors.Is(sendErr, io.ErrClosedPipe):
+		return wire.StateResult{}, sendErr
 	case err != nil:
 		return wire.StateResult{}, err
-	case streamErr != nil:
-		return wire.StateResult{}, streamErr
+	case sendErr != nil:
+		return wire.StateResult{}, sendErr
 	case ev.State == nil:
 		return wire.StateResult{}, errors.New("hb unpack did not say what it unpacked")
 	}

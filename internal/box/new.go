@@ -155,8 +155,8 @@ func (m *Manager) create(ctx context.Context, mu *mutation, drv vm.Driver, from 
 		machine, err := drv.Create(ctx, spec)
 		if errors.Is(err, vm.ErrNoTemplate) {
 			mu.note("the system that was kept is no longer there; starting from the base")
-			m.forgetTemplate(from)
-			mu.prepared, spec.Template = false, ""
+			m.forgetTemplate(from.template)
+			mu.prepared, from.template, spec.Template = false, "", ""
 			machine, err = drv.Create(ctx, spec)
 		}
 		return machine, err

@@ -192,28 +192,19 @@ func (mu *mutation) checkRoom(dir string, size int64) error {
 
 // write streams the box's state into a verified archive.
 func (m *Manager) write(ctx context.Context, mu *mutation, g guest, path string, plan wire.StatePlan, o SaveOptions) (Saved, error) {
-	request, err := json.Marshal(wire.PackRequest{Protocol: wire.Protocol, Box: mu.rec.Name, Time: m.opts.Now().UTC(), Lineage: mu.rec.Lineage})
-	if err != nil {
-		return Saved{}, err
-	}
 	var packed wire.StateResult
 	report, err := backup.Save(ctx, backup.SaveOptions{
 		Path: path, Box: mu.rec.Name, Passphrase: o.Passphrase, Limits: archive.DefaultLimits(),
-		Source: func(ctx context.Context, w io.Writer) error {
+		Source: func(ctx context.Context, w io.Writer) (err error) {
 			kept := &failure{w: w}
-			ev, err := g.perform(ctx, mu, bytes.NewReader(request), kept, mu.stateEvent(plan.Bytes), "pack")
+			packed, err = g.pack(ctx, mu, kept, plan.Bytes)
 			if kept.err != nil {
 				return kept.err // a full disk, not the broken pipe that follows
 			}
-			if err == nil && ev.State == nil {
-				err = errors.New("hb pack did not say what it packed")
+			if err == nil {
+				mu.subStep("save: verify")
 			}
-			if err != nil {
-				return err
-			}
-			packed = *ev.State
-			mu.subStep("save: verify")
-			return nil
+			return err
 		},
 		Accept:   func(r backup.Report) error { return sameState(packed, r) },
 		Verified: m.opts.Report.Progress,
@@ -225,6 +216,23 @@ func (m *Manager) write(ctx context.Context, mu *mutation, g guest, path string,
 		return Saved{}, err
 	}
 	return Saved{Path: path, Report: report, Pause: time.Duration(packed.PauseMS) * time.Millisecond}, nil
+}
+
+// pack writes the state of a box, of that size, as a stream of the lineage that
+// the mutation's record has.
+func (g guest) pack(ctx context.Context, mu *mutation, w io.Writer, size int64) (wire.StateResult, error) {
+	request, err := json.Marshal(wire.PackRequest{Protocol: wire.Protocol, Box: g.name, Time: mu.m.opts.Now().UTC(), Lineage: mu.rec.Lineage})
+	if err != nil {
+		return wire.StateResult{}, err
+	}
+	ev, err := g.perform(ctx, mu, bytes.NewReader(request), w, mu.stateEvent(size), "pack")
+	if err == nil && ev.State == nil {
+		err = errors.New("hb pack did not say what it packed")
+	}
+	if err != nil {
+		return wire.StateResult{}, err
+	}
+	return *ev.State, nil
 }
 
 // failure keeps the first error of a writer.
@@ -244,7 +252,7 @@ func (f *failure) Write(p []byte) (int, error) {
 // sameState compares what a guest says that it packed or unpacked with what
 // the host has read.
 func sameState(guest wire.StateResult, host backup.Report) error {
-	if guest.Stream != host.Stream || guest.Entries != host.Entries || guest.Bytes != host.Bytes || guest.Digest != host.Digest {
+	if !guest.Same(wire.StateResult{Stream: host.Stream, Entries: host.Entries, Bytes: host.Bytes, Digest: host.Digest}) {
 		return fmt.Errorf("the box and this host do not agree on the state: %d entries with %d bytes there, %d with %d here, or other content",
 			guest.Entries, guest.Bytes, host.Entries, host.Bytes)
 	}

@@ -150,7 +150,7 @@ func (m *Manager) keepTemplate(ctx context.Context, mu *mutation, drv vm.Driver,
 		mu.warn("the system was not kept, so that the next box starts from the base again: " + wire.Printable(err.Error()))
 	}
 	// The machine may have been stopped and started for it.
-	limited, cancel := context.WithTimeoutCause(ctx, m.opts.Deadlines.guest(5*time.Minute), errors.New("the supervisor did not answer within 5 minutes"))
+	limited, cancel := m.supervisorLimit(ctx)
 	defer cancel()
 	return m.awaitSupervisor(limited, m.guest(drv, mu.rec.Name, mu.log))
 }
@@ -184,7 +184,7 @@ func (m *Manager) makeTemplate(ctx context.Context, mu *mutation, drv vm.Driver,
 	limited, cancel := within(ctx, m.opts.Deadlines.Engine)
 	defer cancel()
 	if err := cacher.MakeTemplate(limited, mu.rec.Name, mu.rec.OwnerID, from.keep); err != nil {
-		m.forgetTemplate(&from)
+		m.forgetTemplate(from.keep)
 		return err
 	}
 	mu.kept = from.keep
@@ -192,9 +192,8 @@ func (m *Manager) makeTemplate(ctx context.Context, mu *mutation, drv vm.Driver,
 }
 
 // forgetTemplate makes the next box start from the base.
-func (m *Manager) forgetTemplate(from *start) {
-	_ = os.Remove(m.home.templateNote(from.keep)) // a template that is missing is noticed again
-	from.template = ""
+func (m *Manager) forgetTemplate(id string) {
+	_ = os.Remove(m.home.templateNote(id)) // a template that is missing is noticed again
 }
 
 // distrust removes the template that a failed box has made or was made from:

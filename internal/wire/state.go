@@ -21,6 +21,11 @@ type StateResult struct {
 	Dropped []string `json:"dropped"`  // logins left out, escaped paths
 }
 
+// Same reports whether two sides speak of the same state and the same stream.
+func (r StateResult) Same(other StateResult) bool {
+	return r.Stream == other.Stream && r.Entries == other.Entries && r.Bytes == other.Bytes && r.Digest == other.Digest
+}
+
 // StatePlan is what an archive of the box would hold: `hb pack --plan`. The
 // sizes are those of the files and can change until they are packed.
 type StatePlan struct {
