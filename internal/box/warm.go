@@ -293,7 +293,7 @@ func (m *Manager) Cache(ctx context.Context, engines []string) ([]CacheEntry, er
 		return nil, err
 	}
 	for i, e := range all {
-		all[i].Wanted = !e.Template && slices.ContainsFunc(wanted, func(digest string) bool { return strings.HasPrefix(digest, e.ID) })
+		all[i].Wanted = !e.Template && slices.ContainsFunc(wanted, func(digest string) bool { return isOf(e.ID, digest) })
 	}
 	slices.SortStableFunc(all, func(a, b CacheEntry) int {
 		if a.Template != b.Template {
@@ -307,7 +307,14 @@ func (m *Manager) Cache(ctx context.Context, engines []string) ([]CacheEntry, er
 	return all, nil
 }
 
-// wantedBases are the hexadecimal digests of the bases of which there is a box
+// isOf reports whether a driver's id of a base is of that digest: some leave out
+// the algorithm, or keep the beginning only, for tags of images are short.
+func isOf(id, digest string) bool {
+	_, hex, _ := strings.Cut(digest, ":")
+	return id != "" && (strings.HasPrefix(hex, id) || strings.HasPrefix(digest, id))
+}
+
+// wantedBases are the digests of the bases of which there is a box
 // or a template.
 func (m *Manager) wantedBases() ([]string, error) {
 	names, err := m.registry.names()
@@ -315,23 +322,18 @@ func (m *Manager) wantedBases() ([]string, error) {
 		return nil, err
 	}
 	var wanted []string
-	add := func(digest string) {
-		if _, hex, ok := strings.Cut(digest, ":"); ok {
-			wanted = append(wanted, hex)
-		}
-	}
 	for _, name := range names {
 		rec, err := m.registry.get(name)
 		if err != nil {
 			return nil, err
 		}
-		add(rec.BaseDigest)
+		wanted = append(wanted, rec.BaseDigest)
 	}
 	notes, err := filepath.Glob(filepath.Join(m.home.templates(), "*.json"))
 	for _, path := range notes {
 		note, err := m.noteOf(strings.TrimSuffix(filepath.Base(path), ".json"))
 		if err == nil && !note.expired(m.opts.Now()) {
-			add(note.Base)
+			wanted = append(wanted, note.Base)
 		}
 	}
 	return wanted, err
