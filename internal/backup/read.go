@@ -2,6 +2,7 @@ package backup
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -9,6 +10,7 @@ import (
 	"fmt"
 	"hash"
 	"io"
+	"math"
 	"os"
 	"syscall"
 
@@ -101,8 +103,8 @@ func (a *Archive) Stream(ctx context.Context, w io.Writer, progress Progress) er
 		}
 		return m.finish()
 	}()
-	if source.err != nil {
-		return source.err
+	if err := source.stop(); err != nil {
+		return err
 	}
 	if errors.Is(err, ErrAuth) || errors.Is(err, errExtra) {
 		return changed(err)
@@ -122,20 +124,36 @@ func changed(err error) error { return fmt.Errorf("%w: %w", ErrChanged, err) }
 // onlyReader hides other methods, so that io.CopyBuffer uses its buffer.
 type onlyReader struct{ io.Reader }
 
-// source is the file from its beginning, counted and hashed.
+// source is the file from its beginning, counted and hashed. It has a core of
+// its own; what it counted is known after stop.
 type source struct {
 	buffered *bufio.Reader
+	ahead    *stream.Reader
 	sum      hash.Hash
 	size     int64 // read so far
 	err      error // of the file or the context, as opposed to its content; final
 }
 
+// open begins to read a file through r, which is at its beginning. The caller
+// must stop it.
+func open(ctx context.Context, r io.Reader, progress func(done int64)) *source {
+	s := &source{sum: sha256.New()}
+	s.ahead = stream.Ahead(&sourceReader{ctx: ctx, r: r, src: s, progress: progress})
+	s.buffered = bufio.NewReader(s.ahead)
+	return s
+}
+
+// stop returns the error of the file or the context.
+func (s *source) stop() error {
+	s.ahead.Stop()
+	return s.err
+}
+
 type sourceReader struct {
 	ctx      context.Context
-	file     *os.File
+	r        io.Reader
 	src      *source
-	total    int64
-	progress Progress
+	progress func(done int64)
 }
 
 func (r *sourceReader) Read(p []byte) (int, error) {
@@ -145,53 +163,54 @@ func (r *sourceReader) Read(p []byte) (int, error) {
 	if r.src.err != nil {
 		return 0, r.src.err
 	}
-	n, err := r.file.Read(p)
+	n, err := r.r.Read(p)
 	r.src.sum.Write(p[:n])
 	r.src.size += int64(n)
-	if r.progress != nil {
-		r.progress(r.src.size, max(r.total, r.src.size))
-	}
+	r.progress(r.src.size)
 	if err != nil && err != io.EOF {
 		r.src.err = fmt.Errorf("read the archive: %w", err)
 	}
 	return n, err
 }
 
+// rewind begins to read the file.
 func (a *Archive) rewind(ctx context.Context, progress Progress) (*source, error) {
-	if _, err := a.file.Seek(0, io.SeekStart); err != nil {
-		return nil, fmt.Errorf("read the archive: %w", err)
-	}
 	info, err := a.file.Stat()
 	if err != nil {
 		return nil, fmt.Errorf("read the archive: %w", err)
 	}
-	s := &source{sum: sha256.New()}
-	s.buffered = bufio.NewReaderSize(&sourceReader{ctx: ctx, file: a.file, src: s, total: info.Size(), progress: progress}, bufferSize)
-	return s, nil
+	return open(ctx, io.NewSectionReader(a.file, 0, math.MaxInt64), func(done int64) {
+		if progress != nil {
+			progress(done, max(info.Size(), done))
+		}
+	}), nil
 }
 
-// read takes the archive apart, hands its entries to h, and returns nil only
-// when message, gzip stream and grammar were sound to their ends. What h was
-// given before counts only then.
+// read is readAll of the file.
 func (a *Archive) read(ctx context.Context, h archive.Handler, progress Progress) (Report, error) {
 	source, err := a.rewind(ctx, progress)
 	if err != nil {
 		return Report{}, err
 	}
+	return a.readAll(source, h)
+}
+
+// readAll takes the archive apart, hands its entries to h, and returns nil only
+// when message, gzip stream and grammar were sound to their ends. What h was
+// given before counts only then. It stops the source.
+func (a *Archive) readAll(source *source, h archive.Handler) (Report, error) {
 	m, err := decrypt(source.buffered, a.passphrase)
-	if source.err != nil {
-		return Report{}, source.err
-	}
 	if err != nil {
-		return Report{}, err
+		return Report{}, cmp.Or(source.stop(), err)
 	}
 	sum := sha256.New()
 	summary, contentErr := readStream(stream.Ahead(m), sum, a.limits, h)
 	// Whatever the content was like: first it must be what its maker wrote.
 	err = m.finish()
+	sourceErr := source.stop()
 	switch {
-	case source.err != nil:
-		return Report{}, source.err
+	case sourceErr != nil:
+		return Report{}, sourceErr
 	case err != nil && !errors.Is(err, errExtra):
 		return Report{}, err
 	case contentErr != nil:

@@ -40,7 +40,8 @@ type SaveOptions struct {
 
 // Save writes an archive: encrypted into a partial file in the destination's
 // directory, synced, read again through the same descriptor and verified as
-// Archive.Verify does, and only then given its name, which must be free. When
+// Archive.Verify does, and only then given its name, which must be free. The
+// reading follows the writing, and gets to the end only after the sync. When
 // anything fails nothing is left; what a killed Save left, the next one of the
 // same box removes.
 func Save(ctx context.Context, o SaveOptions) (report Report, err error) {
@@ -58,12 +59,26 @@ func Save(ctx context.Context, o SaveOptions) (report Report, err error) {
 		// Under its final name or not at all.
 		err = errors.Join(err, remove(partial.Name()), a.Close())
 	}()
-	written, err := write(ctx, partial, o)
+	written := newTail(partial)
+	verified := make(chan struct{})
+	var verifyErr error
+	go func() {
+		defer close(verified)
+		report, verifyErr = a.readAll(open(ctx, written, func(done int64) {
+			if total, whole := written.size(); whole && o.Verified != nil {
+				o.Verified(done, total)
+			}
+		}), nil)
+	}()
+	sum, err := write(ctx, written, o)
+	written.end(err)
+	<-verified
 	if err != nil {
 		return Report{}, err
 	}
-	report, err = a.Verify(ctx, o.Verified)
-	if err == nil && report.Stream != written {
+	info, statErr := partial.Stat()
+	err = errors.Join(verifyErr, statErr)
+	if err == nil && (report.Stream != sum || report.Size != info.Size()) {
 		err = errors.New("it holds other bytes than were written")
 	}
 	if err != nil {
@@ -100,8 +115,8 @@ func Free(path string) error {
 }
 
 // write returns the SHA-256 of the stream.
-func write(ctx context.Context, partial *os.File, o SaveOptions) (string, error) {
-	buffered := bufio.NewWriterSize(partial, bufferSize)
+func write(ctx context.Context, file *tail, o SaveOptions) (string, error) {
+	buffered := bufio.NewWriterSize(file, bufferSize)
 	cost := o.cost
 	if cost == 0 {
 		cost = s2kCount
@@ -124,7 +139,7 @@ func write(ctx context.Context, partial *os.File, o SaveOptions) (string, error)
 	if err := errors.Join(behindErr, sealed.Close(), buffered.Flush()); err != nil {
 		return "", fmt.Errorf("write the archive: %w", err)
 	}
-	if err := partial.Sync(); err != nil {
+	if err := file.sync(); err != nil {
 		return "", fmt.Errorf("write the archive: %w", err)
 	}
 	return digest(sum), nil
