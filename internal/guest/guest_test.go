@@ -6,7 +6,6 @@ import (
 	"database/sql"
 	"errors"
 	"io"
-	"net/url"
 	"os"
 	"path/filepath"
 	"strings"
@@ -18,6 +17,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"hermes-box-lite/internal/guest/layout"
+	"hermes-box-lite/internal/guest/sqlitefile"
 	"hermes-box-lite/internal/guest/supervise"
 	"hermes-box-lite/internal/mcp"
 	"hermes-box-lite/internal/wire"
@@ -224,7 +224,7 @@ func makeDatabase(t *testing.T, path, mode string, keep bool) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	db, err := sql.Open("sqlite", "file:"+(&url.URL{Path: path}).EscapedPath()+"?_pragma=synchronous(off)")
+	db, err := sql.Open("sqlite", sqlitefile.URI(path)+"?_pragma=synchronous(off)")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -287,14 +287,14 @@ func TestDatabases(t *testing.T) {
 	}
 	before := filesBelow(t, home)
 
-	paths, complete := findDatabases([]string{path(".executor"), path(".codex"), path(".hermes"), path("none")})
+	paths, complete := sqlitefile.Find([]string{path(".executor"), path(".codex"), path(".hermes"), path("none")})
 	if !complete {
 		t.Error("not complete")
 	}
 	got := map[string]wire.Status{}
 	var results []sqliteResult
 	for _, p := range paths {
-		status, detail := quickCheck(t.Context(), p)
+		status, detail := sqlitefile.Check(t.Context(), p)
 		got[strings.TrimPrefix(p, home+"/")] = status
 		results = append(results, sqliteResult{p, status, detail})
 	}

@@ -11,6 +11,7 @@ import (
 
 	"hermes-box-lite/internal/guest/pack"
 	"hermes-box-lite/internal/guest/secrets"
+	"hermes-box-lite/internal/guest/sqlitefile"
 	"hermes-box-lite/internal/guest/supervise"
 	"hermes-box-lite/internal/wire"
 )
@@ -123,7 +124,7 @@ func (a *app) loginsCommand() *cobra.Command {
 // snapshotCommand is the part of pack that runs as a database's owner.
 func (a *app) snapshotCommand() *cobra.Command {
 	return verb(pack.SnapshotVerb+" FROM TO", "Copy a database", "", cobra.ExactArgs(2), func(cmd *cobra.Command, args []string) error {
-		return pack.Snapshot(cmd.Context(), args[0], args[1])
+		return sqlitefile.Copy(cmd.Context(), args[0], args[1])
 	})
 }
 

@@ -22,6 +22,7 @@ import (
 
 	"hermes-box-lite/internal/archive"
 	"hermes-box-lite/internal/guest/layout"
+	"hermes-box-lite/internal/guest/sqlitefile"
 	"hermes-box-lite/internal/wire"
 )
 
@@ -37,7 +38,7 @@ func TestMain(m *testing.M) {
 	var err error
 	switch {
 	case len(os.Args) == 4 && os.Args[1] == SnapshotVerb:
-		err = Snapshot(context.Background(), os.Args[2], os.Args[3])
+		err = sqlitefile.Copy(context.Background(), os.Args[2], os.Args[3])
 	case len(os.Args) == 3 && os.Args[1] == writerVerb:
 		err = writeRows(os.Args[2])
 	case len(os.Args) > 2 && os.Args[1] == holderVerb:
@@ -54,7 +55,7 @@ func TestMain(m *testing.M) {
 
 // writeRows writes numbered rows and says which are durable, until it is ended.
 func writeRows(path string) error {
-	db, err := sql.Open("sqlite", databaseURI(path)+"?_pragma=journal_mode(WAL)&_pragma=busy_timeout(10000)&_pragma=synchronous(NORMAL)")
+	db, err := sql.Open("sqlite", sqlitefile.URI(path)+"?_pragma=journal_mode(WAL)&_pragma=busy_timeout(10000)&_pragma=synchronous(NORMAL)")
 	if err != nil {
 		return err
 	}
@@ -76,7 +77,7 @@ func writeRows(path string) error {
 // standard input ends. A process of its own: whoever closes a file gives up the
 // locks that his process has on it (fcntl(2)).
 func holdDatabase(path string, statements []string) error {
-	db, err := sql.Open("sqlite", databaseURI(path))
+	db, err := sql.Open("sqlite", sqlitefile.URI(path))
 	if err != nil {
 		return err
 	}

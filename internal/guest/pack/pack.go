@@ -21,6 +21,7 @@ import (
 
 	"hermes-box-lite/internal/archive"
 	"hermes-box-lite/internal/guest/layout"
+	"hermes-box-lite/internal/guest/sqlitefile"
 	"hermes-box-lite/internal/stream"
 	"hermes-box-lite/internal/wire"
 )
@@ -444,7 +445,7 @@ func (p *packer) file(dir *os.File, base, name string, skip map[string]bool) err
 	if st.Mode&unix.S_IFMT != unix.S_IFREG || p.out != nil && p.out.Has(name) {
 		return p.lost(name, errReplaced)
 	}
-	if skip[base] && isSidecar(f, base, st.Size) {
+	if skip[base] && sqlitefile.IsSidecar(f, base, st.Size) {
 		return nil
 	}
 	if st.Nlink > 1 {
@@ -467,7 +468,7 @@ func (p *packer) file(dir *os.File, base, name string, skip map[string]bool) err
 	}
 	e := p.entry(name, archive.File, st)
 	p.attributes(f, &e)
-	isDatabase, err := hasSQLiteHeader(f)
+	isDatabase, err := sqlitefile.Is(f)
 	if err != nil {
 		return fmt.Errorf("%s: %w", wire.Printable(name), err)
 	}
@@ -510,7 +511,7 @@ func (p *packer) database(f *os.File, st *unix.Stat_t, e archive.Entry, base str
 	if err != nil {
 		return fmt.Errorf("the copy of %s: %w", wire.Printable(e.Name), err)
 	}
-	for _, suffix := range sidecars() {
+	for _, suffix := range sqlitefile.Sidecars() {
 		skip[base+suffix] = true
 	}
 	e.Size = info.Size()

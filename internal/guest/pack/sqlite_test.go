@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"hermes-box-lite/internal/guest/layout"
+	"hermes-box-lite/internal/guest/sqlitefile"
 )
 
 func database(t testing.TB, path, pragma string) *sql.DB {
@@ -27,7 +28,7 @@ func database(t testing.TB, path, pragma string) *sql.DB {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	db, err := sql.Open("sqlite", databaseURI(path)+"?_pragma="+pragma)
+	db, err := sql.Open("sqlite", sqlitefile.URI(path)+"?_pragma="+pragma)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -186,7 +187,7 @@ func without(m map[string]string, name string) map[string]string {
 func TestNoCopy(t *testing.T) {
 	for name, make := range map[string]func(t *testing.T, path string){
 		"corrupt": func(t *testing.T, path string) {
-			put(t, path, sqliteHeader+strings.Repeat("nonsense", 1000))
+			put(t, path, sqlitefile.Header+strings.Repeat("nonsense", 1000))
 			put(t, path+"-wal", "log")
 		},
 		"corrupt inside": func(t *testing.T, path string) {
@@ -201,7 +202,7 @@ func TestNoCopy(t *testing.T) {
 			put(t, path, string(data))
 			put(t, path+"-wal", "")
 		},
-		"header only": func(t *testing.T, path string) { put(t, path, sqliteHeader); put(t, path+"-wal", "x") },
+		"header only": func(t *testing.T, path string) { put(t, path, sqlitefile.Header); put(t, path+"-wal", "x") },
 		"hot journal": func(t *testing.T, path string) {
 			live := filepath.Join(t.TempDir(), "live.db")
 			held(t, live, "CREATE TABLE rows (n, text)", manyRows, "PRAGMA cache_size=1", "BEGIN", "UPDATE rows SET text = hex(randomblob(200))")
@@ -273,7 +274,7 @@ func packUntil(ctx context.Context, l layout.Layout) (*packed, error) {
 // TestNotADatabase: what only looks a little like one is a file like others.
 func TestNotADatabase(t *testing.T) {
 	l := newBox(t)
-	for name, content := range map[string]string{"empty.db": "", "encrypted.db": strings.Repeat("\x8f\x13", 4096), "short.db": sqliteHeader[:15], "old.db": "** This file contains an SQLite 2.1 database **"} {
+	for name, content := range map[string]string{"empty.db": "", "encrypted.db": strings.Repeat("\x8f\x13", 4096), "short.db": sqlitefile.Header[:15], "old.db": "** This file contains an SQLite 2.1 database **"} {
 		put(t, filepath.Join(l.Workspace(), name), content)
 		put(t, filepath.Join(l.Workspace(), name+"-wal"), "beside")
 		defer func() {
@@ -401,7 +402,7 @@ func TestStaleSnapshots(t *testing.T) {
 // TestSnapshotSpeaks: why there is no copy reaches the finding.
 func TestSnapshotSpeaks(t *testing.T) {
 	l := newBox(t)
-	put(t, filepath.Join(l.Workspace(), "x.db"), sqliteHeader+strings.Repeat("x", 5000))
+	put(t, filepath.Join(l.Workspace(), "x.db"), sqlitefile.Header+strings.Repeat("x", 5000))
 	found := pack(t, l).findings("database")[homeEntry+"/workspace/x.db"]
 	if !strings.HasPrefix(found, "copied as it is: ") || !strings.Contains(found, "not a database") {
 		t.Errorf("found %q", fmt.Sprint(found))
@@ -422,6 +423,27 @@ func TestSnapshotUser(t *testing.T) {
 		uid, gid := snapshotUser(c.name, &unix.Stat_t{Uid: c.uid, Gid: c.gid})
 		if got := [2]uint32{uid, gid}; got != c.want {
 			t.Errorf("%s of %d: %v", c.name, c.uid, got)
+		}
+	}
+}
+
+func TestNeighboursOfADatabaseTravel(t *testing.T) {
+	l := newBox(t)
+	path := filepath.Join(l.Workspace(), "shop")
+	put(t, path, "")
+	db := database(t, path, "journal_mode(DELETE)")
+	do(t, db, "CREATE TABLE rows (n, text)", manyRows)
+	_ = db.Close()
+	put(t, path+"-shm/diary.txt", "a diary")
+	put(t, path+"-wal", "notes on a wall, which are long")
+	p := pack(t, l)
+	entry := homeEntry + "/workspace/"
+	if !strings.HasPrefix(p.content[entry+"shop"], sqlitefile.Header) {
+		t.Error("the database does not travel")
+	}
+	for name, want := range map[string]string{"shop-shm/diary.txt": "a diary", "shop-wal": "notes on a wall, which are long"} {
+		if got := p.content[entry+name]; got != want {
+			t.Errorf("%s: %q", name, got)
 		}
 	}
 }

@@ -1,4 +1,4 @@
-package pack
+package sqlitefile
 
 import (
 	"os"
@@ -27,30 +27,9 @@ func TestNamedLikeSidecars(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got := isSidecar(f, name, int64(len(c.content))); got != c.want {
+		if got := IsSidecar(f, name, int64(len(c.content))); got != c.want {
 			t.Errorf("%s: %v", name, got)
 		}
 		_ = f.Close()
-	}
-}
-
-func TestNeighboursOfADatabaseTravel(t *testing.T) {
-	l := newBox(t)
-	path := filepath.Join(l.Workspace(), "shop")
-	put(t, path, "")
-	db := database(t, path, "journal_mode(DELETE)")
-	do(t, db, "CREATE TABLE rows (n, text)", manyRows)
-	_ = db.Close()
-	put(t, path+"-shm/diary.txt", "a diary")
-	put(t, path+"-wal", "notes on a wall, which are long")
-	p := pack(t, l)
-	entry := homeEntry + "/workspace/"
-	if !strings.HasPrefix(p.content[entry+"shop"], sqliteHeader) {
-		t.Error("the database does not travel")
-	}
-	for name, want := range map[string]string{"shop-shm/diary.txt": "a diary", "shop-wal": "notes on a wall, which are long"} {
-		if got := p.content[entry+name]; got != want {
-			t.Errorf("%s: %q", name, got)
-		}
 	}
 }
