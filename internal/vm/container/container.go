@@ -24,6 +24,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"hermes-box-lite/internal/vm"
@@ -138,18 +139,21 @@ func (d *Driver) find(ctx context.Context, name string) (objects, error) {
 	return d.list(ctx, func(full string) bool { return full == prefix+name })
 }
 
-// list returns every object whose full name is wanted.
+// list returns every object whose full name is wanted. The kinds are asked for
+// side by side: an answer takes little more than the start of the engine's
+// program.
 func (d *Driver) list(ctx context.Context, wanted func(string) bool) (objects, error) {
 	var all objects
-	var err error
-	if all.containers, err = d.listKind(ctx, "container", wanted); err != nil {
-		return objects{}, err
-	}
-	if all.volumes, err = d.listKind(ctx, "volume", wanted); err != nil {
-		return objects{}, err
-	}
-	if all.networks, err = d.listKind(ctx, "network", wanted); err != nil {
-		return objects{}, err
+	var wg sync.WaitGroup
+	var errs [3]error
+	wg.Go(func() { all.containers, errs[0] = d.listKind(ctx, "container", wanted) })
+	wg.Go(func() { all.volumes, errs[1] = d.listKind(ctx, "volume", wanted) })
+	wg.Go(func() { all.networks, errs[2] = d.listKind(ctx, "network", wanted) })
+	wg.Wait()
+	for _, err := range errs {
+		if err != nil {
+			return objects{}, err
+		}
 	}
 	return all, nil
 }
@@ -327,17 +331,19 @@ func (d *Driver) Create(ctx context.Context, spec vm.Spec) (vm.Machine, error) {
 	full := prefix + spec.Name
 	label := ownerLabel + "=" + spec.OwnerID
 	// The engine refuses a taken name, so a race with another creator of the
-	// same name is lost here and not shared.
+	// same name is lost here and not shared. Hence one after the other.
 	if _, err := d.run(ctx, "volume", "create", "--label", label, full); err != nil {
 		return vm.Machine{}, d.existsOr(ctx, spec, err)
 	}
 	if _, err := d.run(ctx, d.networkArgs(full, label)...); err != nil {
 		return vm.Machine{}, d.existsOr(ctx, spec, err)
 	}
-	if _, err := d.run(ctx, d.createArgs(spec, full, label, image)...); err != nil {
+	out, err := d.run(ctx, d.createArgs(spec, full, label, image)...)
+	if err != nil {
 		return vm.Machine{}, d.existsOr(ctx, spec, err)
 	}
-	return d.Inspect(ctx, spec.Name)
+	c := object{id: strings.TrimSpace(string(out)), name: spec.Name, owner: spec.OwnerID, state: vm.Stopped, port: spec.HostPort}
+	return machine(spec.Name, objects{containers: []object{c}}), nil
 }
 
 // networkArgs asks for a bridge of the box's own, from which no other bridge
@@ -437,22 +443,16 @@ func (d *Driver) importBase(ctx context.Context, base vm.Base) (string, error) {
 
 // Start implements vm.Driver.
 func (d *Driver) Start(ctx context.Context, name string) error {
+	// To start what runs is no error.
+	_, startErr := d.run(ctx, "container", "start", prefix+name)
 	c, err := d.container(ctx, name)
-	if err != nil {
+	switch {
+	case err != nil:
 		return err
-	}
-	if c.state == vm.Running {
-		return nil
-	}
-	if _, err := d.run(ctx, "container", "start", c.id); err != nil {
-		if strings.Contains(err.Error(), "address already in use") {
-			return fmt.Errorf("127.0.0.1:%d: %w", c.port, vm.ErrPortTaken)
-		}
-		return err
-	}
-	c, err = d.container(ctx, name)
-	if err != nil {
-		return err
+	case startErr != nil && strings.Contains(startErr.Error(), "address already in use"):
+		return fmt.Errorf("127.0.0.1:%d: %w", c.port, vm.ErrPortTaken)
+	case startErr != nil:
+		return startErr
 	}
 	if c.state != vm.Running {
 		return fmt.Errorf("container %s ended at once (%s logs %s tells why)", prefix+name, d.engine, prefix+name)

@@ -53,13 +53,9 @@ func (d *Driver) Exec(ctx context.Context, name string, c vm.Command) (int, erro
 	if len(c.Argv) == 0 {
 		return 0, errors.New("no command to execute")
 	}
-	box, err := d.container(ctx, name)
-	if err != nil {
-		return 0, err
-	}
-	if box.state != vm.Running {
-		return 0, fmt.Errorf("%s: %w", prefix+name, vm.ErrNotRunning)
-	}
+	// By name and without a look before: each question to the engine takes as
+	// long as a short command. A failure is looked into afterwards.
+	full := prefix + name
 	note := make([]byte, 12)
 	_, _ = rand.Read(note) // never fails
 	id := hex.EncodeToString(note)
@@ -71,36 +67,40 @@ func (d *Driver) Exec(ctx context.Context, name string, c vm.Command) (int, erro
 	if c.TTY != nil {
 		args = append(args, "--tty", "--env", "TERM="+c.TTY.Term)
 	}
-	args = append(args, box.id, "/bin/sh", "-c", execScript, "sh", id)
+	args = append(args, full, "/bin/sh", "-c", execScript, "sh", id)
 	cmd := exec.Command(d.engine, append(args, c.Argv...)...)
 
 	code, err := attach.Run(ctx, cmd, c)
 	switch {
 	case err != nil:
-		return 0, errors.Join(fmt.Errorf("%s exec: %w", d.engine, err), d.kill(ctx, box.id, id))
+		return 0, errors.Join(fmt.Errorf("%s exec: %w", d.engine, err), d.kill(ctx, full, id))
 	case code < 125:
 		return code, nil
 	}
-	return d.confirm(ctx, name, box.id, id, code)
+	return d.confirm(ctx, name, id, code)
 }
 
 // confirm asks the guest whether a code that may be the engine's own was the
 // command's.
-func (d *Driver) confirm(ctx context.Context, name, container, id string, code int) (int, error) {
+func (d *Driver) confirm(ctx context.Context, name, id string, code int) (int, error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 20*time.Second)
 	defer cancel()
-	out, err := d.run(ctx, "container", "exec", container, "/bin/sh", "-c",
+	full := prefix + name
+	out, err := d.run(ctx, "container", "exec", full, "/bin/sh", "-c",
 		`n=/run/hermes-box-exec/$1; cat "$n" 2>/dev/null && rm -f "$n"`, "sh", id)
 	if noted, ok := strings.CutPrefix(strings.TrimSpace(string(out)), "exit "); err == nil && ok {
 		if own, convErr := strconv.Atoi(noted); convErr == nil && own == code {
 			return code, nil
 		}
 	}
-	if m, inspectErr := d.Inspect(ctx, name); inspectErr == nil && m.State != vm.Running {
-		return 0, fmt.Errorf("%s: %w", prefix+name, vm.ErrNotRunning)
+	switch c, lookErr := d.container(ctx, name); {
+	case errors.Is(lookErr, vm.ErrNotFound):
+		return 0, lookErr
+	case lookErr == nil && c.state != vm.Running:
+		return 0, fmt.Errorf("%s: %w", full, vm.ErrNotRunning)
 	}
 	return 0, fmt.Errorf("%s exec ended with %d, and not by its command (%w)", d.engine, code,
-		errors.Join(err, d.kill(ctx, container, id)))
+		errors.Join(err, d.kill(ctx, full, id)))
 }
 
 // kill ends the guest's side of an Exec whose client is gone.
