@@ -10,9 +10,13 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
+	"sync"
 	"time"
+
+	"golang.org/x/sync/errgroup"
 
 	"hermes-box-lite/internal/archive"
 	"hermes-box-lite/internal/atomicfile"
@@ -71,12 +75,20 @@ func (m *Manager) NewestBackups(boxes []Status) (map[string]Backup, error) {
 		return nil, err
 	}
 	newest := map[string]Backup{}
+	var mu sync.Mutex
+	var readers errgroup.Group // none of them fails
+	readers.SetLimit(runtime.GOMAXPROCS(0))
 	for _, s := range boxes {
-		if b, ok := m.newestOf(s.Name, s.rec, byBox[s.Name]); ok {
-			newest[s.Name] = b
-		}
+		readers.Go(func() error {
+			if b, ok := m.newestOf(s.Name, s.rec, byBox[s.Name]); ok {
+				mu.Lock()
+				defer mu.Unlock()
+				newest[s.Name] = b
+			}
+			return nil
+		})
 	}
-	return newest, nil
+	return newest, readers.Wait()
 }
 
 // newestOf chooses among the archives that carry a box's name; rec is its

@@ -7,11 +7,14 @@ import (
 	"io"
 	"path/filepath"
 	"regexp"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
 	"sync"
 	"time"
+
+	"golang.org/x/sync/errgroup"
 
 	"hermes-box-lite/internal/vm"
 	"hermes-box-lite/internal/wire"
@@ -267,23 +270,30 @@ func (m *Manager) List(ctx context.Context, all bool, engines []string) ([]Statu
 	}
 	var list []Status
 	records := map[string][]Record{} // by driver
+	var mu sync.Mutex
+	var readers errgroup.Group // none of them fails
+	readers.SetLimit(runtime.GOMAXPROCS(0))
 	for _, name := range names {
-		rec, err := m.registry.get(name)
-		if errors.Is(err, ErrNotFound) {
-			continue // removed meanwhile
-		}
-		if err != nil {
-			list = append(list, Status{Name: name, State: "unknown", Note: err.Error()})
-			continue
-		}
-		records[rec.Driver] = append(records[rec.Driver], rec)
+		readers.Go(func() error {
+			rec, err := m.registry.get(name)
+			mu.Lock()
+			defer mu.Unlock()
+			switch {
+			case errors.Is(err, ErrNotFound): // removed meanwhile
+			case err != nil:
+				list = append(list, Status{Name: name, State: "unknown", Note: err.Error()})
+			default:
+				records[rec.Driver] = append(records[rec.Driver], rec)
+			}
+			return nil
+		})
 	}
+	_ = readers.Wait()
 	if all {
 		for _, engine := range engines {
 			records[engine] = append(records[engine], []Record{}...)
 		}
 	}
-	var mu sync.Mutex
 	var wg sync.WaitGroup
 	for engine, recs := range records {
 		wg.Go(func() {
@@ -349,10 +359,11 @@ func (m *Manager) listEngine(ctx context.Context, engine string, recs []Record, 
 func (m *Manager) statusOf(rec Record, machine vm.Machine, known bool, listErr error) (s Status, still bool) {
 	var held bool
 	var lockErr error
-	if rec.Operation == nil && rec.Phase == Ready && known {
-		held, lockErr = m.home.locked(rec.Name) // nothing that could have changed meanwhile would be told otherwise
-	} else if rec, held, lockErr = m.settled(rec); errors.Is(lockErr, ErrNotFound) {
-		return Status{}, false
+	// Of a box at rest nothing would be told otherwise.
+	if rec.Operation != nil || rec.Phase != Ready || !known {
+		if rec, held, lockErr = m.settled(rec); errors.Is(lockErr, ErrNotFound) {
+			return Status{}, false
+		}
 	}
 	s = Status{rec: rec, Name: rec.Name, Driver: rec.Driver, Isolation: rec.Isolation, State: "unknown", ExecutorURL: executorURL(rec)}
 	switch {

@@ -33,11 +33,11 @@ func Identify(pid int) ID {
 
 // Alive reports whether this very process runs. A zombie does not.
 func (id ID) Alive() bool {
-	if id.PID <= 0 || id.Started == "" || id.BootID != BootID() {
+	if id.PID <= 0 || id.Started == "" {
 		return false
 	}
 	s, err := ReadStat(id.PID)
-	return err == nil && !s.Dead() && strconv.FormatUint(s.Start, 10) == id.Started
+	return err == nil && !s.Dead() && strconv.FormatUint(s.Start, 10) == id.Started && id.BootID == BootID()
 }
 
 // BootID names this boot of the host, "unknown" where the kernel does not.

@@ -37,19 +37,24 @@ func end(ctx context.Context, p process.ID) error {
 // runningMachines looks for all QEMU processes, by the UUID in their arguments.
 func runningMachines() map[string]process.ID {
 	found := map[string]process.ID{}
-	paths, _ := filepath.Glob("/proc/[0-9]*/cmdline")
-	for _, path := range paths {
-		data, err := os.ReadFile(path)
+	proc, err := os.Open("/proc")
+	if err != nil {
+		return found
+	}
+	defer func() { _ = proc.Close() }()
+	names, _ := proc.Readdirnames(-1) // what was read is all that can be known
+	for _, name := range names {
+		pid, err := strconv.Atoi(name)
+		if err != nil {
+			continue
+		}
+		data, err := os.ReadFile("/proc/" + name + "/cmdline")
 		if err != nil {
 			continue // it has ended
 		}
 		args := strings.Split(string(data), "\x00")
 		i := slices.Index(args, "-uuid")
 		if i < 0 || i+1 == len(args) || filepath.Base(args[0]) != hostSystem().program {
-			continue
-		}
-		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(path)))
-		if err != nil {
 			continue
 		}
 		if p := process.Identify(pid); p.Alive() {

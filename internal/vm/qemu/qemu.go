@@ -25,12 +25,14 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
 	"time"
 
 	"golang.org/x/crypto/ssh"
+	"golang.org/x/sync/errgroup"
 
 	"hermes-box-lite/internal/atomicfile"
 	"hermes-box-lite/internal/process"
@@ -255,27 +257,31 @@ func (d *Driver) List(ctx context.Context) ([]vm.Machine, error) {
 	if err != nil {
 		return nil, err
 	}
-	var list []vm.Machine
 	running := sync.OnceValue(runningMachines) // once for all
-	for _, e := range entries {
+	list := make([]vm.Machine, len(entries))
+	var readers errgroup.Group
+	readers.SetLimit(runtime.GOMAXPROCS(0))
+	for i, e := range entries {
 		if strings.HasPrefix(e.Name(), ".") {
 			continue // being made or being removed
 		}
-		if ctx.Err() != nil {
-			return nil, context.Cause(ctx)
-		}
-		r, err := d.read(e.Name(), running)
-		if errors.Is(err, vm.ErrNotFound) {
-			continue
-		}
-		m := d.describe(r)
-		if err != nil {
-			// A damaged record: something is there, nobody knows whose.
-			m = vm.Machine{Name: e.Name(), State: vm.Unknown, Isolation: vm.IsolationEmulated}
-		}
-		list = append(list, m)
+		readers.Go(func() error {
+			r, err := d.read(e.Name(), running)
+			switch {
+			case errors.Is(err, vm.ErrNotFound):
+			case err != nil:
+				// A damaged record: something is there, nobody knows whose.
+				list[i] = vm.Machine{Name: e.Name(), State: vm.Unknown, Isolation: vm.IsolationEmulated}
+			default:
+				list[i] = d.describe(r)
+			}
+			return context.Cause(ctx)
+		})
 	}
-	return list, nil
+	if err := readers.Wait(); err != nil {
+		return nil, err
+	}
+	return slices.DeleteFunc(list, func(m vm.Machine) bool { return m.Name == "" }), nil
 }
 
 // defaultStorageGiB is the sparse size of /data's disk.
