@@ -83,7 +83,7 @@ func (m *Manager) Fork(ctx context.Context, source, name string, o ForkOptions) 
 	if err != nil {
 		return report, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
 	}
-	mu.ready(ctx, drv)
+	mu.ready()
 	if err := mu.complete(ctx); err != nil {
 		return report, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
 	}
@@ -92,7 +92,12 @@ func (m *Manager) Fork(ctx context.Context, source, name string, o ForkOptions) 
 
 // forkRecord begins the record of a fork.
 func (m *Manager) forkRecord(ctx context.Context, source Record, name string, drv vm.Driver) (Record, error) {
-	rec, err := m.newRecord(ctx, name, source.Lineage, drv, vm.Base{Digest: source.BaseDigest})
+	place := source.Place // in which the source was just found
+	var err error
+	if place == "" {
+		place, err = placeOf(ctx, drv)
+	}
+	rec := m.newRecord(name, source.Lineage, drv, place, vm.Base{Digest: source.BaseDigest})
 	rec.BaseImage, rec.Source = source.BaseImage, source.Name
 	return rec, err
 }

@@ -135,11 +135,12 @@ func (e *unfitError) Unwrap() error { return e.err }
 // Hint returns the command that replaces hb.
 func (e *unfitError) Hint() string { return "box repair " + e.name }
 
-// ready waits until Executor is healthy, or is not to run.
-func (g guest) ready(ctx context.Context) error {
+// ready waits until Executor is healthy, or is not to run, and returns which.
+func (g guest) ready(ctx context.Context) (phase string, err error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, g.limits.guest(10*time.Minute), errors.New("the box was not ready within 10 minutes"))
 	defer cancel()
-	return g.run(ctx, "ready")
+	_, out, err := g.call(ctx, nil, "ready")
+	return strings.TrimSpace(string(out)), err
 }
 
 var secretPattern = regexp.MustCompile(`^[0-9a-f]{64}$`)
@@ -176,7 +177,11 @@ trap - EXIT`
 func (m *Manager) installHB(ctx context.Context, g guest) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, g.limits.guest(10*time.Minute), errors.New("hb did not come up within 10 minutes"))
 	defer cancel()
-	if h, err := g.hello(ctx); err != nil || h.Version != m.opts.Version {
+	h, err := g.hello(ctx)
+	if err == nil && h.Version == m.opts.Version && h.Supervised {
+		return nil
+	}
+	if err != nil || h.Version != m.opts.Version {
 		binary, err := m.opts.HB()
 		if err != nil {
 			return err

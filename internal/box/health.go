@@ -24,31 +24,47 @@ func (m *Manager) Doctor(ctx context.Context, name string) (wire.Report, error) 
 	if err != nil {
 		return wire.Report{}, err
 	}
-	report, err := m.examine(ctx, drv, rec)
+	report, _, err := m.examine(ctx, drv, rec, "", nil)
 	if err == nil && !report.Healthy {
 		err = ErrUnhealthy
 	}
 	return report, err
 }
 
-// examine collects the guest's report and the host's own checks.
-func (m *Manager) examine(ctx context.Context, drv vm.Driver, rec Record) (wire.Report, error) {
+// examine collects the guest's report, or the part of it that was not made
+// before, and the host's own checks. It also returns what the engine says of the
+// running machine.
+func (m *Manager) examine(ctx context.Context, drv vm.Driver, rec Record, part string, before []wire.Check) (wire.Report, vm.Machine, error) {
 	machine, err := drv.Inspect(ctx, rec.Name)
 	if err != nil {
-		return wire.Report{}, err
+		return wire.Report{}, machine, err
 	}
 	if machine.State != vm.Running {
-		return wire.Report{}, fmt.Errorf("doctor %s: %w (%s)", rec.Name, ErrNotRunning, machine.State)
+		return wire.Report{}, machine, fmt.Errorf("doctor %s: %w (%s)", rec.Name, ErrNotRunning, machine.State)
 	}
 	checks := []wire.Check{isolationCheck(machine)}
 	for _, note := range machine.Notes {
 		checks = append(checks, wire.Check{ID: "network", Status: wire.Info, Summary: note, Evidence: "the driver " + drv.Name()})
 	}
-	inside, paused := m.examineInside(ctx, drv, rec)
-	checks = append(checks, inside...)
-	checks = append(checks, m.examineDoor(ctx, drv, rec, paused))
-	checks = append(checks, m.lineageCheck(rec)...)
-	return wire.NewReport(rec.Name, checks), nil
+	// The look from outside goes on beside hb's own checks, which take longest.
+	// Those of an hb that cannot be worked with do not count.
+	g := m.guest(drv, rec.Name, nil)
+	insideCtx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	inside := make(chan []wire.Check, 1)
+	go func() { inside <- append(before, m.guestChecks(insideCtx, g, part)...) }()
+	greeting, hello, err := m.greet(ctx, g)
+	if err != nil {
+		cancel()
+	}
+	door := m.examineDoor(ctx, drv, rec, hello.Paused)
+	found := <-inside
+	checks = append(checks, greeting...)
+	if err == nil {
+		checks = append(checks, found...)
+	}
+	checks = append(append(checks, door), m.lineageCheck(rec)...)
+	return wire.NewReport(rec.Name, checks), machine, nil
 }
 
 func isolationCheck(machine vm.Machine) wire.Check {
@@ -60,32 +76,41 @@ func isolationCheck(machine vm.Machine) wire.Check {
 	return c
 }
 
-func (m *Manager) examineInside(ctx context.Context, drv vm.Driver, rec Record) (checks []wire.Check, paused bool) {
-	g := m.guest(drv, rec.Name, nil)
-	repair := "box repair " + rec.Name
+// greet judges hb by its handshake; with an error there is no more to ask.
+func (m *Manager) greet(ctx context.Context, g guest) ([]wire.Check, wire.Hello, error) {
+	repair := "box repair " + g.name
 	skew, hello, err := m.clockSkew(ctx, g)
 	if err != nil {
-		return []wire.Check{{ID: "hb", Status: wire.Fail, Summary: "hb in the box does not answer as it should", Evidence: wire.Printable(err.Error()), Fix: repair}}, false
+		return []wire.Check{{ID: "hb", Status: wire.Fail, Summary: "hb in the box does not answer as it should", Evidence: wire.Printable(err.Error()), Fix: repair}}, wire.Hello{}, err
 	}
 	c := wire.Check{ID: "hb", Status: wire.Pass, Summary: "hb " + wire.Printable(hello.Version), Evidence: fmt.Sprintf("protocol %d, %s", hello.Protocol, wire.Printable(hello.Arch))}
 	if hello.Version != m.opts.Version {
 		c.Status, c.Summary, c.Fix = wire.Info, fmt.Sprintf("hb is version %s, box is %s", wire.Printable(hello.Version), m.opts.Version), repair
 	}
-	checks = append(checks, c, clockCheck(rec.Name, skew))
+	return []wire.Check{c, clockCheck(g.name, skew)}, hello, nil
+}
+
+// guestChecks are those of the doctor inside the box, or a part of them.
+func (m *Manager) guestChecks(ctx context.Context, g guest, part string) []wire.Check {
 	ctx, cancel := context.WithTimeout(ctx, m.opts.Deadlines.guest(doctorLimit))
 	defer cancel()
-	code, out, err := g.call(ctx, nil, "doctor", "--json")
+	args := []string{"doctor", "--json"}
+	if part != "" {
+		args = append(args, "--part", part)
+	}
+	code, out, err := g.call(ctx, nil, args...)
 	var report wire.Report
 	if err == nil || code == 3 {
 		err = wire.DecodeStrict(out, &report)
 	}
 	if err != nil {
-		return append(checks, wire.Check{ID: "guest", Status: wire.Fail, Summary: "the doctor inside the box gave no report", Evidence: wire.Printable(err.Error()), Fix: repair}), hello.Paused
+		return []wire.Check{{ID: "guest", Status: wire.Fail, Summary: "the doctor inside the box gave no report", Evidence: wire.Printable(err.Error()), Fix: "box repair " + g.name}}
 	}
+	checks := make([]wire.Check, 0, len(report.Checks))
 	for _, in := range report.Checks {
-		checks = append(checks, sanitize(rec.Name, in))
+		checks = append(checks, sanitize(g.name, in))
 	}
-	return checks, hello.Paused
+	return checks
 }
 
 // sanitize makes a guest's check safe to show. A status that is none of ours
@@ -167,7 +192,7 @@ func (m *Manager) OpenURL(ctx context.Context, rec Record, host string) (string,
 	if hello.Paused {
 		return "", &GuestError{Text: "Executor is deliberately down", Fix: "box enter " + rec.Name + " -- hb up"}
 	}
-	if err := g.ready(ctx); err != nil {
+	if _, err := g.ready(ctx); err != nil {
 		return "", err
 	}
 	if _, err := m.probeDoor(ctx, drv, rec); err != nil {

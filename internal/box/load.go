@@ -63,11 +63,7 @@ func (m *Manager) Load(ctx context.Context, path, name string, o LoadOptions) (r
 	if err != nil {
 		return wire.Report{}, err
 	}
-	rec, err := m.newRecord(ctx, name, loaded.Lineage, drv, from.base)
-	if err != nil {
-		return wire.Report{}, err
-	}
-	mu.rec = rec
+	mu.rec = m.newRecord(name, loaded.Lineage, drv, from.place, from.base)
 	mu.rec.Loaded, mu.rec.Logins = loaded.Loaded, loaded.Logins
 	if mu.rec.Source, err = filepath.Abs(path); err != nil {
 		return wire.Report{}, err
@@ -76,7 +72,7 @@ func (m *Manager) Load(ctx context.Context, path, name string, o LoadOptions) (r
 	if err := m.fill(ctx, mu, drv, from, g, func() error { return m.restoreArchive(ctx, mu, g, a, found, o) }); err != nil {
 		return wire.Report{}, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
 	}
-	mu.ready(ctx, drv)
+	mu.ready()
 	// From here on the box stays, and its record is the first to know.
 	if err := mu.durable(ctx, "ready", func() error { return m.registry.put(mu.rec) }); err != nil {
 		return wire.Report{}, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
@@ -197,11 +193,15 @@ func (m *Manager) fill(ctx context.Context, mu *mutation, drv vm.Driver, from st
 	if err := g.run(ctx, "await-state"); err != nil {
 		return err
 	}
-	if err := m.provision(ctx, mu, g, false); err != nil {
-		return err
-	}
-	if err := m.keepTemplate(ctx, mu, drv, from); err != nil {
-		return err
+	// A prepared system has the agent already, and the rest comes with the state
+	// or after it.
+	if !mu.prepared {
+		if err := m.provision(ctx, mu, g, false); err != nil {
+			return err
+		}
+		if err := m.keepTemplate(ctx, mu, drv, from); err != nil {
+			return err
+		}
 	}
 	if err := mu.enter(ctx, "restore"); err != nil {
 		return err

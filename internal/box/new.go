@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 	"time"
 
 	"hermes-box-lite/internal/vm"
@@ -45,9 +46,7 @@ func (m *Manager) New(ctx context.Context, name string, o NewOptions) (report wi
 	if err != nil {
 		return wire.Report{}, err
 	}
-	if mu.rec, err = m.newRecord(ctx, name, newID(), drv, from.base); err != nil {
-		return wire.Report{}, err
-	}
+	mu.rec = m.newRecord(name, newID(), drv, from.place, from.base)
 	if err := m.create(ctx, mu, drv, &from); err != nil {
 		return wire.Report{}, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
 	}
@@ -56,7 +55,7 @@ func (m *Manager) New(ctx context.Context, name string, o NewOptions) (report wi
 		m.distrust(ctx, mu, drv, from)
 		return report, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
 	}
-	mu.ready(ctx, drv)
+	mu.ready()
 	if err := mu.complete(ctx); err != nil {
 		return report, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
 	}
@@ -72,6 +71,12 @@ func (m *Manager) prepare(ctx context.Context, mu *mutation, fresh bool) (vm.Dri
 	if err != nil {
 		return nil, start{}, err
 	}
+	// Some engines take a second to tell.
+	var place string
+	var placeErr error
+	var asking sync.WaitGroup
+	defer asking.Wait()
+	asking.Go(func() { place, placeErr = placeOf(ctx, drv) })
 	if err := absent(ctx, drv, mu.rec.Name); err != nil {
 		return nil, start{}, err
 	}
@@ -83,23 +88,23 @@ func (m *Manager) prepare(ctx context.Context, mu *mutation, fresh bool) (vm.Dri
 		return nil, start{}, err
 	}
 	from, err := m.startFrom(mu, drv, base, fresh)
-	return drv, from, err
+	if err != nil {
+		return nil, start{}, err
+	}
+	asking.Wait()
+	from.place = place
+	return drv, from, placeErr
 }
 
-func (m *Manager) newRecord(ctx context.Context, name, lineage string, drv vm.Driver, base vm.Base) (Record, error) {
-	place, err := placeOf(ctx, drv)
+func (m *Manager) newRecord(name, lineage string, drv vm.Driver, place string, base vm.Base) Record {
 	return Record{
 		Name: name, OwnerID: newID(), Lineage: lineage, Driver: drv.Name(), Place: place, Phase: Creating, Created: m.opts.Now().UTC(),
 		BaseImage: m.config.BaseImage, BaseDigest: base.Digest,
-	}, err
+	}
 }
 
 // ready notes that only rm removes the box from now on.
-func (mu *mutation) ready(ctx context.Context, drv vm.Driver) {
-	// Some engines know only of a running machine how strong its isolation is.
-	if machine, err := drv.Inspect(ctx, mu.rec.Name); err == nil {
-		mu.rec.Isolation = string(machine.Isolation)
-	}
+func (mu *mutation) ready() {
 	mu.rec.Phase, mu.rec.Source = Ready, ""
 }
 
@@ -265,24 +270,36 @@ func (m *Manager) finish(ctx context.Context, mu *mutation, drv vm.Driver, g gue
 	if err := mu.enter(ctx, "start Executor"); err != nil {
 		return wire.Report{}, err
 	}
-	if err := g.ready(ctx); err != nil {
+	// Both take seconds of one processor. The tools need nothing of Executor.
+	var tools []wire.Check
+	var checking sync.WaitGroup
+	checkCtx, cancel := context.WithCancel(ctx)
+	defer checking.Wait()
+	defer cancel()
+	checking.Go(func() { tools = m.guestChecks(checkCtx, g, wire.DoctorTools) })
+	phase, err := g.ready(ctx)
+	if err != nil {
 		return wire.Report{}, err
 	}
-	if err := m.wireMCP(ctx, mu, g); err != nil {
+	checking.Wait()
+	if err := m.wireMCP(ctx, mu, g, phase); err != nil {
 		return wire.Report{}, err
 	}
 	if err := mu.enter(ctx, "doctor"); err != nil {
 		return wire.Report{}, err
 	}
-	return m.mustBeHealthy(ctx, mu, drv)
+	return m.mustBeHealthy(ctx, mu, drv, tools)
 }
 
-// mustBeHealthy runs the doctor and turns a fault into ErrUnhealthy.
-func (m *Manager) mustBeHealthy(ctx context.Context, mu *mutation, drv vm.Driver) (wire.Report, error) {
-	report, err := m.examine(ctx, drv, mu.rec)
+// mustBeHealthy runs the doctor, but for its checks of the tools, which were
+// just made, and turns a fault into ErrUnhealthy.
+func (m *Manager) mustBeHealthy(ctx context.Context, mu *mutation, drv vm.Driver, tools []wire.Check) (wire.Report, error) {
+	report, machine, err := m.examine(ctx, drv, mu.rec, wire.DoctorRest, tools)
 	if err != nil {
 		return report, err
 	}
+	// Some engines know only of a running machine how strong its isolation is.
+	mu.rec.Isolation = string(machine.Isolation)
 	for _, c := range report.Checks {
 		mu.log.line("doctor %-5s %s: %s (%s)", c.Status, c.ID, c.Summary, c.Evidence)
 	}
@@ -309,17 +326,16 @@ func (m *Manager) provision(ctx context.Context, mu *mutation, g guest, refresh 
 	return err
 }
 
+// pausedPhase is hb's word for an Executor that is deliberately down.
+const pausedPhase = "paused"
+
 // wireMCP registers the endpoint with the tools, when the configuration asks
-// for it and Executor is not deliberately down.
-func (m *Manager) wireMCP(ctx context.Context, mu *mutation, g guest) error {
+// for it and Executor is not deliberately down. phase is what ready said of it.
+func (m *Manager) wireMCP(ctx context.Context, mu *mutation, g guest, phase string) error {
 	if !m.config.WireMCP || !m.config.InstallExecutor {
 		return nil
 	}
-	hello, err := g.hello(ctx)
-	if err != nil {
-		return err
-	}
-	if hello.Paused {
+	if phase == pausedPhase {
 		mu.note("Executor is deliberately down; `hb up` in the box wires it")
 		return nil
 	}

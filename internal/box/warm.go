@@ -36,6 +36,7 @@ const templatesKept = 4
 // start is what a new machine's system starts from.
 type start struct {
 	base     vm.Base
+	place    string // see Placer
 	template string // "" starts from the base
 	keep     string // the id under which the provisioned system is to be kept; "": it is not
 	latest   bool   // versions that were asked for as the latest are part of it

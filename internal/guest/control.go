@@ -248,7 +248,7 @@ func (a *app) helloCommand() *cobra.Command {
 	}))
 }
 
-// readyPoll is how often ready asks the supervisor.
+// readyPoll is how often somebody who waits asks the supervisor.
 const readyPoll = 500 * time.Millisecond
 
 // readyCommand waits, as long as its caller lets it, until Executor is healthy
@@ -256,16 +256,14 @@ const readyPoll = 500 * time.Millisecond
 func (a *app) readyCommand() *cobra.Command {
 	return verb("ready", "Wait until Executor is healthy, or is not to run", "", cobra.NoArgs, a.mustBeRoot(func(ctx context.Context) error {
 		for {
-			resp, err := supervise.Ask(ctx, a.layout, supervise.OpStatus, statusWait)
+			resp, err := supervise.Ask(ctx, a.layout, supervise.OpReady, upWait)
 			if err == nil {
-				switch resp.Status.Phase {
-				case supervise.PhaseRunning, supervise.PhasePaused, supervise.PhaseDisabled:
-					return a.printf("%s\n", resp.Status.Phase)
-				}
+				return a.printf("%s\n", resp.Status.Phase)
 			}
-			select {
+			select { // the supervisor may be about to be replaced
 			case <-ctx.Done():
-				return fmt.Errorf("executor is %s: %s", resp.Status.Phase, resp.Status.Problem)
+				resp, err = supervise.Ask(context.WithoutCancel(ctx), a.layout, supervise.OpStatus, statusWait)
+				return errors.Join(fmt.Errorf("executor is %s: %s", resp.Status.Phase, resp.Status.Problem), err)
 			case <-time.After(readyPoll):
 			}
 		}

@@ -219,6 +219,14 @@ type Report struct {
 	Checks  []Check `json:"checks"`
 }
 
+// Parts of the doctor inside a box, which the host may ask for one by one.
+const (
+	// DoctorTools is whether the tools work; an Executor that is being started
+	// meanwhile is believed when it is healthy, and not started once more.
+	DoctorTools = "tools"
+	DoctorRest  = "rest"
+)
+
 // NewReport builds a report; a box is healthy when no check failed.
 func NewReport(box string, checks []Check) Report {
 	healthy := len(checks) > 0

@@ -16,7 +16,7 @@ import (
 
 // Build compiles the packages into dir, each under the last part of its path.
 func Build(dir string, pkgs ...string) error {
-	cmd := exec.Command("go", append([]string{"build", "-o", dir + "/"}, pkgs...)...)
+	cmd := exec.Command("go", append([]string{"build", "-ldflags", "-s -w", "-o", dir + "/"}, pkgs...)...)
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
 	if text, err := cmd.CombinedOutput(); err != nil {
 		return fmt.Errorf("build %v: %w\n%s", pkgs, err, text)

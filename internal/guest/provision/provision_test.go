@@ -563,7 +563,7 @@ func TestRunBelowARoot(t *testing.T) {
 	if fi, err := os.Stat(l.RuntimeManifest()); err != nil || fi.Mode().Perm() != 0o600 {
 		t.Errorf("%v %v", fi, err)
 	}
-	for _, c := range Checks(context.Background(), l) {
+	for _, c := range Checks(context.Background(), l, nil) {
 		if c.Status != wire.Pass {
 			t.Errorf("%+v", c)
 		}
@@ -622,7 +622,7 @@ func TestRunNamesWhatIsMissing(t *testing.T) {
 }
 
 func TestChecksUnprovisioned(t *testing.T) {
-	if got := Checks(context.Background(), fakeBox(t)); len(got) != 1 || got[0].Status != wire.Fail {
+	if got := Checks(context.Background(), fakeBox(t), nil); len(got) != 1 || got[0].Status != wire.Fail {
 		t.Errorf("%+v", got)
 	}
 }
@@ -688,8 +688,8 @@ func TestToldVersionsAreNotAskedForAgain(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	tools := []tool{{"one", "--version"}, {"two", "--version"}, {"gone", "--version"}}
-	for _, name := range []string{"one", "two"} {
+	tools := []tool{{"one", "--version"}, {"two", "--version"}, {"executor", "--version"}, {"gone", "--version"}}
+	for _, name := range []string{"one", "two", "executor"} {
 		if err := os.WriteFile(filepath.Join(bin, name), []byte("#!/bin/sh\necho run >>"+dir+"/"+name+".runs\necho 1.2.3\n"), 0o755); err != nil {
 			t.Fatal(err)
 		}
@@ -698,15 +698,17 @@ func TestToldVersionsAreNotAskedForAgain(t *testing.T) {
 	service.command = func(_ context.Context, _ layout.Layout, script string) []string {
 		return []string{"/bin/sh", "-c", "PATH=" + bin + ":$PATH\n" + script}
 	}
-	found := probeOnce(t.Context(), l, service, tools, map[string]string{"one": "1.2.3", "gone": "1.2.3"}, io.Discard)
+	found := probeOnce(t.Context(), l, service, tools, map[string]string{"one": "1.2.3", "gone": "1.2.3"},
+		func(_ context.Context, tool string) bool { return tool == "executor" }, io.Discard)
 	for name, want := range map[string]finding{
 		"one": {path: bin + "/one", version: "1.2.3"}, "two": {path: bin + "/two", version: "1.2.3"}, "gone": {exit: 127},
+		"executor": {path: bin + "/executor"},
 	} {
 		if got := found[name]; got != want {
 			t.Errorf("%s: %+v, want %+v", name, got, want)
 		}
 	}
-	for name, want := range map[string]int{"one": 0, "two": 1} {
+	for name, want := range map[string]int{"one": 0, "two": 1, "executor": 0} {
 		runs, _ := os.ReadFile(filepath.Join(dir, name+".runs")) // none when it was not run
 		if got := strings.Count(string(runs), "run"); got != want {
 			t.Errorf("%s was run %d times, want %d", name, got, want)

@@ -181,7 +181,7 @@ type survey struct {
 // than there, so that the whole takes seconds. Tools that have told their
 // version a moment ago are not run again there: each run is a matter of half a
 // minute in an emulated machine.
-func look(ctx context.Context, l layout.Layout, settings layout.Settings, told map[string]string, log io.Writer) survey {
+func look(ctx context.Context, l layout.Layout, settings layout.Settings, told map[string]string, starts Started, log io.Writer) survey {
 	s := survey{tools: requiredTools(l, settings), found: map[string]map[string]finding{}}
 	var mu sync.Mutex
 	var wg sync.WaitGroup
@@ -191,7 +191,7 @@ func look(ctx context.Context, l layout.Layout, settings layout.Settings, told m
 		wg.Go(func() {
 			var found map[string]finding
 			if i == 0 {
-				found = probeOnce(ctx, l, env, s.tools, told, log)
+				found = probeOnce(ctx, l, env, s.tools, told, starts, log)
 			} else {
 				found = probe(ctx, l, env, s.tools, false, log)
 			}
@@ -222,7 +222,7 @@ func look(ctx context.Context, l layout.Layout, settings layout.Settings, told m
 
 // probeOnce runs the tools that have not told their version yet. The word of
 // the others counts for the launcher that it was asked of.
-func probeOnce(ctx context.Context, l layout.Layout, env surrounding, tools []tool, told map[string]string, log io.Writer) map[string]finding {
+func probeOnce(ctx context.Context, l layout.Layout, env surrounding, tools []tool, told map[string]string, starts Started, log io.Writer) map[string]finding {
 	paths := map[string]finding{}
 	if len(told) > 0 {
 		paths = probe(ctx, l, env, tools, false, log)
@@ -238,18 +238,20 @@ func probeOnce(ctx context.Context, l layout.Layout, env surrounding, tools []to
 			rest = append(rest, t)
 		}
 	}
-	maps.Copy(found, probeApart(ctx, l, env, rest, log))
+	maps.Copy(found, probeApart(ctx, l, env, rest, starts, log))
 	return found
 }
 
-// probeApart runs tools, the slowest beside the others.
-func probeApart(ctx context.Context, l layout.Layout, env surrounding, tools []tool, log io.Writer) map[string]finding {
+// probeApart runs tools, the slowest beside the others. One that has just shown
+// that it starts is only looked for.
+func probeApart(ctx context.Context, l layout.Layout, env surrounding, tools []tool, starts Started, log io.Writer) map[string]finding {
 	found := map[string]finding{}
 	var mu sync.Mutex
 	var wg sync.WaitGroup
 	for _, group := range lanes(tools, func(t tool) string { return t.name }) {
 		wg.Go(func() {
-			f := probe(ctx, l, env, group, true, log)
+			run := len(group) != 1 || starts == nil || !starts(ctx, group[0].name)
+			f := probe(ctx, l, env, group, run, log)
 			mu.Lock()
 			defer mu.Unlock()
 			maps.Copy(found, f)
@@ -336,7 +338,7 @@ func verify(ctx context.Context, r *run) error {
 		r.note("already verified: %d tools", len(r.versions.Tools))
 		return nil
 	}
-	s := look(ctx, r.l, r.settings(), r.probed, r.log)
+	s := look(ctx, r.l, r.settings(), r.probed, nil, r.log)
 	if err := ctx.Err(); err != nil {
 		return err
 	}
@@ -378,9 +380,13 @@ func readVerified(l layout.Layout) (wire.RuntimeManifest, bool) {
 	return m, true
 }
 
+// Started reports whether a tool has just been started in the service
+// environment, by the same name, and has proven that it works.
+type Started func(ctx context.Context, tool string) bool
+
 // Checks asks every required tool for its version, by name, as the agent, in
-// login, non-login, tmux and service environments.
-func Checks(ctx context.Context, l layout.Layout) []wire.Check {
+// login, non-login, tmux and service environments. starts may be nil.
+func Checks(ctx context.Context, l layout.Layout, starts Started) []wire.Check {
 	settings, err := l.ReadSettings()
 	if err != nil {
 		return []wire.Check{{
@@ -390,7 +396,7 @@ func Checks(ctx context.Context, l layout.Layout) []wire.Check {
 	}
 	ctx, cancel := context.WithTimeout(ctx, 12*time.Minute)
 	defer cancel()
-	return look(ctx, l, settings, nil, io.Discard).checks("box repair " + settings.BoxName)
+	return look(ctx, l, settings, nil, starts, io.Discard).checks("box repair " + settings.BoxName)
 }
 
 // Versions collects the versions of the tools. HB is left to the caller.

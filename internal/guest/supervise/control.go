@@ -23,6 +23,7 @@ type Op string
 // Ops.
 const (
 	OpStatus   Op = "status"
+	OpReady    Op = "ready"    // answers when Executor is healthy, or is not to run
 	OpDown     Op = "down"     // pause, durably; answers when Executor is gone
 	OpUp       Op = "up"       // end the pause; answers when Executor is healthy
 	OpHold     Op = "hold"     // stop Executor while the connection stays open
@@ -237,6 +238,8 @@ func (w *worker) perform(ctx context.Context, op Op) (Response, error) {
 	switch op {
 	case OpStatus:
 		return Response{}, nil
+	case OpReady:
+		return Response{}, w.exec.settle(ctx)
 	case OpDown:
 		return Response{}, w.exec.pause(ctx)
 	case OpUp:

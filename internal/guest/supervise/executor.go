@@ -29,11 +29,12 @@ import (
 
 // Times of the supervision.
 const (
-	tick           = time.Second      // how soon a change on disk is noticed
-	startLimit     = 5 * time.Minute  // first start: 8.5 s with cold caches, 22 s emulated on an idle host (measured), minutes on a busy one
-	stopPatience   = 6 * time.Second  // Executor 1.5.9 ends within 30 ms of a TERM
-	liveInterval   = 60 * time.Second // between handshakes with a running Executor
-	liveFailures   = 3                // failed ones in a row before a restart
+	tick           = time.Second            // how soon a change on disk is noticed
+	startLimit     = 5 * time.Minute        // first start: 8.5 s with cold caches, 22 s emulated on an idle host (measured), minutes on a busy one
+	maxReadyPause  = 250 * time.Millisecond // between handshakes with a starting Executor
+	stopPatience   = 6 * time.Second        // Executor 1.5.9 ends within 30 ms of a TERM
+	liveInterval   = 60 * time.Second       // between handshakes with a running Executor
+	liveFailures   = 3                      // failed ones in a row before a restart
 	firstBackoff   = 250 * time.Millisecond
 	maxBackoff     = 30 * time.Second
 	steadyAfter    = 30 * time.Second // healthy so long: the next failure counts as the first
@@ -185,6 +186,7 @@ func (e *executor) reconcile(ctx context.Context) time.Duration {
 	} else if !errors.Is(err, fs.ErrNotExist) {
 		e.problem = "read the settings: " + err.Error()
 	}
+	e.broadcast() // what was read decides about the phase, as does the time
 	want := e.wanted()
 	if !want {
 		e.stopLocked("")
@@ -526,7 +528,7 @@ func (e *executor) watch(ctx context.Context, r *run) {
 		if !sleep(ctx, pause) {
 			return
 		}
-		pause = min(2*pause, time.Second)
+		pause = min(2*pause, maxReadyPause)
 	}
 	e.mu.Lock()
 	if e.cur != r || r.stopping {
@@ -668,6 +670,14 @@ func (e *executor) resume(ctx context.Context) (note string, err error) {
 		return "", errors.New("Executor is not up: " + problem)
 	}
 	return note, nil
+}
+
+// settle returns when Executor is healthy, or is not to run.
+func (e *executor) settle(ctx context.Context) error {
+	return e.await(ctx, func() bool {
+		phase := e.phaseLocked()
+		return phase == PhaseRunning || phase == PhasePaused || phase == PhaseDisabled
+	})
 }
 
 func (e *executor) acquireHold(ctx context.Context) error {
