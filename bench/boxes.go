@@ -15,7 +15,9 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
+	"syscall"
 	"time"
 
 	"hermes-box-lite/internal/hbbin"
@@ -28,6 +30,7 @@ import (
 // and the real tools of a base.
 type boxes struct {
 	home, program, driver, base string
+	self                        string // this program
 	runs                        int
 	engine                      vm.Driver
 	results                     []figure
@@ -36,7 +39,15 @@ type boxes struct {
 // many is how many boxes the longer `ls` lists.
 const many = 200
 
+// stateSize is what is saved and loaded, bytes: little, for an emulated machine
+// takes minutes for it.
+const stateSize = 192 << 20
+
 func (b *boxes) measure(ctx context.Context) error {
+	var err error
+	if b.self, err = os.Executable(); err != nil {
+		return err
+	}
 	if err := os.MkdirAll(b.home, 0o700); err != nil {
 		return err
 	}
@@ -64,10 +75,15 @@ func (b *boxes) measure(ctx context.Context) error {
 	}
 	b.results = nil
 	defer b.removeAll(ctx)
+	tree := filepath.Join(b.home, "tree")
+	if err := copies(filepath.Join(tree, "data/home/agent/workspace"), stateSize, goSource(), ".go", ".s", ".txt", ".md"); err != nil {
+		return err
+	}
 	for run := range b.runs {
 		for _, part := range []func(context.Context) error{
 			func(ctx context.Context) error { return b.raw(ctx, base) },
 			func(ctx context.Context) error { return b.life(ctx, run) },
+			func(ctx context.Context) error { return b.archives(ctx, tree) },
 		} {
 			if err := part(ctx); err != nil {
 				return err
@@ -107,7 +123,7 @@ func (b *boxes) raw(ctx context.Context, base vm.Base) (err error) {
 	if code, err := b.engine.Exec(ctx, spec.Name, vm.Command{Argv: []string{"/bin/sh", "-c", "true"}}); err != nil || code != 0 {
 		return fmt.Errorf("a shell in the raw machine: exit %d, %w", code, err)
 	}
-	b.note("raw boot", time.Since(begin))
+	b.note("raw boot", time.Since(begin), nil)
 	return nil
 }
 
@@ -141,6 +157,59 @@ func (b *boxes) life(ctx context.Context, run int) error {
 	return nil
 }
 
+// archives saves and loads one state, of a box and of a directory of the host.
+func (b *boxes) archives(ctx context.Context, tree string) error {
+	path := func(name string) string { return filepath.Join(b.home, name) }
+	workspace := filepath.Join(tree, "data/home/agent/workspace")
+	if err := b.sh(ctx, "tar cz -C "+workspace+" . | BOX_HOME="+b.home+" "+b.program+" enter warm -- tar xz"); err != nil {
+		return err
+	}
+	for _, old := range []string{"box.gpg", "directory.gpg", "restored"} {
+		if err := os.RemoveAll(path(old)); err != nil {
+			return err
+		}
+	}
+	if err := os.MkdirAll(path("restored/data"), 0o755); err != nil {
+		return err
+	}
+	b.removeBoxes(ctx, "cold", "fork") // for the memory of their machines
+	if err := b.box(ctx, "save of a box", "save", "warm", path("box.gpg")); err != nil {
+		return err
+	}
+	if err := b.run(ctx, "save", b.self, "save", tree, path("directory.gpg")); err != nil {
+		return err
+	}
+	b.removeBoxes(ctx, "warm")
+	if err := b.box(ctx, "load into a box", "load", path("box.gpg"), "loaded"); err != nil {
+		return err
+	}
+	b.removeBoxes(ctx, "loaded")
+	return b.run(ctx, "load's stream", b.self, "unpack", path("directory.gpg"), path("restored"))
+}
+
+func (b *boxes) sh(ctx context.Context, script string) error {
+	return b.run(ctx, "", "bash", "-o", "pipefail", "-ec", script)
+}
+
+// run runs a program and notes how long it took, or how long it says that it
+// took; figure "" notes nothing.
+func (b *boxes) run(ctx context.Context, figure string, argv ...string) error {
+	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
+	begin := time.Now()
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		return fmt.Errorf("%s: %w\n%s", strings.Join(argv, " "), err, out)
+	}
+	took := time.Since(begin)
+	if said, err := time.ParseDuration(strings.TrimSpace(string(out)) + "s"); err == nil {
+		took = said
+	}
+	if figure != "" {
+		b.note(figure, took, cmd.ProcessState)
+	}
+	return nil
+}
+
 // listing compares `ls` of one box and of many, which stand on real machines.
 func (b *boxes) listing(ctx context.Context, base vm.Base) error {
 	for range 5 * b.runs {
@@ -151,7 +220,9 @@ func (b *boxes) listing(ctx context.Context, base vm.Base) error {
 	if b.driver != "qemu" {
 		return nil // two hundred containers say more of the engine
 	}
-	b.removeBoxes(ctx, "cold", "fork")
+	if err := b.box(ctx, "", "new", "warm"); err != nil {
+		return err
+	}
 	for range 5 * b.runs {
 		if err := b.box(ctx, "ls of 1", "ls"); err != nil {
 			return err
@@ -189,10 +260,11 @@ func (b *boxes) listing(ctx context.Context, base vm.Base) error {
 }
 
 // box runs the program and notes how long it took, in all and until its
-// machine answered; figure "" notes nothing.
+// machine answered, for load from then on until the state was in; figure ""
+// notes nothing.
 func (b *boxes) box(ctx context.Context, figure string, args ...string) error {
 	cmd := exec.CommandContext(ctx, b.program, args...)
-	cmd.Env = append(os.Environ(), "BOX_HOME="+b.home)
+	cmd.Env = append(os.Environ(), "BOX_HOME="+b.home, "BOX_PASSPHRASE="+passphrase)
 	stderr, err := cmd.StderrPipe()
 	if err != nil {
 		return err
@@ -202,37 +274,49 @@ func (b *boxes) box(ctx context.Context, figure string, args ...string) error {
 		return err
 	}
 	var said strings.Builder
-	up := false
+	var up time.Time
 	for lines := bufio.NewScanner(stderr); lines.Scan(); {
-		if !up && lines.Text() == "provision" && (args[0] == "new" || args[0] == "fork") {
-			up = true
-			b.note(figure+": machine", time.Since(begin))
+		step := lines.Text()
+		said.WriteString(step + "\n")
+		switch {
+		case figure == "":
+		case up.IsZero() && (step == "provision" || step == "restore"):
+			up = time.Now()
+			b.note(figure+": machine", up.Sub(begin), nil)
+		case args[0] == "load" && step == "provision":
+			b.note(figure+": stream", time.Since(up), nil)
 		}
-		said.WriteString(lines.Text() + "\n")
 	}
 	if err := cmd.Wait(); err != nil {
 		return fmt.Errorf("box %s: %w\n%s", strings.Join(args, " "), err, said.String())
 	}
 	if figure != "" {
-		b.note(figure, time.Since(begin))
+		b.note(figure, time.Since(begin), cmd.ProcessState)
 	}
 	return nil
 }
 
-func (b *boxes) note(name string, took time.Duration) {
+// note adds a time to a figure, and the memory of the process that took it.
+func (b *boxes) note(name string, took time.Duration, process *os.ProcessState) {
 	fmt.Fprintf(os.Stderr, "%s, %s: %.2f s\n", b.driver, name, took.Seconds())
-	for i := range b.results {
-		if b.results[i].Contender == name {
-			b.results[i].Seconds = append(b.results[i].Seconds, took.Seconds())
-			return
-		}
+	i := slices.IndexFunc(b.results, func(f figure) bool { return f.Contender == name })
+	if i < 0 {
+		i = len(b.results)
+		b.results = append(b.results, figure{Tree: b.driver, Contender: name})
 	}
-	b.results = append(b.results, figure{Tree: b.driver, Contender: name, Seconds: []float64{took.Seconds()}})
+	f := &b.results[i]
+	f.Seconds = append(f.Seconds, took.Seconds())
+	if process == nil {
+		return
+	}
+	if usage, ok := process.SysUsage().(*syscall.Rusage); ok {
+		f.MaxRSS = max(f.MaxRSS, usage.Maxrss)
+	}
 }
 
 func (b *boxes) removeBoxes(ctx context.Context, names ...string) {
 	if len(names) == 0 {
-		names = []string{"cold", "warm", "fork"}
+		names = []string{"cold", "warm", "fork", "loaded"}
 	}
 	for _, name := range names {
 		if _, err := os.Stat(filepath.Join(b.home, ".box/boxes", name+".json")); err == nil {

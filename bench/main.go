@@ -402,6 +402,8 @@ func ratios() []struct {
 		{"new warm", "new cold", nil},
 		{"doctor", "raw boot", nil},
 		{"enter -- true", "raw boot", nil},
+		{"save of a box", "save", nil},
+		{"load into a box: stream", "load's stream", nil},
 		{fmt.Sprintf("ls of %d", many), "ls of 1", map[string]float64{"qemu": 2}},
 		{"version", "ls of 1", nil},
 	}
