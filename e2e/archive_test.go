@@ -67,7 +67,7 @@ func TestArchiveAcrossDrivers(t *testing.T) {
 	// Signals to a save from a machine end what runs in it, too.
 	cut := filepath.Join(h.dir, "cut.tar.gz.gpg")
 	for step, signal := range map[string]syscall.Signal{"look at the state": syscall.SIGINT, "save: pack Executor's data": syscall.SIGTERM, "save: pack the state": syscall.SIGKILL} {
-		h.ended(step, signal, "save", beta, cut)
+		h.cut(step, signal, "save", beta, cut)
 		if _, err := os.Lstat(cut); err == nil {
 			t.Errorf("%v at %q: there is a file under the final name", signal, step)
 		}

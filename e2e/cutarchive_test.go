@@ -4,7 +4,6 @@ package e2e
 
 import (
 	"bytes"
-	"context"
 	"fmt"
 	"io/fs"
 	"os"
@@ -16,41 +15,6 @@ import (
 
 	"hermes-box-lite/internal/wire"
 )
-
-// ended runs box until it says that it has come to a step, ends it there by a
-// signal and returns its result.
-func (h *home) ended(at string, signal syscall.Signal, args ...string) result {
-	h.t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), limit)
-	defer cancel()
-	cmd := h.command(ctx, args...)
-	steps := &awaited{text: at + "\n", found: make(chan struct{})}
-	var out bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &out, steps
-	if err := cmd.Start(); err != nil {
-		h.t.Fatal(err)
-	}
-	exited := make(chan error, 1)
-	go func() { exited <- cmd.Wait() }()
-	select {
-	case <-steps.found:
-	case err := <-exited:
-		h.t.Fatalf("box %s never came to %q: %v\n%s", strings.Join(args, " "), at, err, steps.all.String())
-	}
-	if err := cmd.Process.Signal(signal); err != nil {
-		h.t.Error(err)
-	}
-	err := <-exited
-	r := h.conclude(args, err, out.String(), steps.all.String())
-	if signal == syscall.SIGKILL {
-		if r.code != -1 {
-			h.t.Errorf("killed at %q, it ended before: %s", at, r)
-		}
-	} else if r.code != 128+int(signal) {
-		h.t.Errorf("%v at %q: %s", signal, at, r)
-	}
-	return r
-}
 
 // plaintext fails when a file of the host, or a temporary one of a box, holds
 // what only the box's state may hold.
@@ -92,7 +56,10 @@ func TestCutArchive(t *testing.T) {
 		{"save: verify", syscall.SIGKILL},
 	} {
 		h.within(t, fmt.Sprintf("save %d %v at %s", i, c.signal, c.step), func(t *testing.T) {
-			h.ended(c.step, c.signal, "save", alpha, file)
+			if _, inTime := h.signalled(c.step, 0, c.signal, "save", alpha, file); !inTime {
+				h.quicker(c.step, file)
+				return
+			}
 			if _, err := os.Lstat(file); err == nil {
 				t.Error("there is a file under the final name")
 			}
@@ -131,7 +98,7 @@ func TestCutArchive(t *testing.T) {
 	} {
 		h.within(t, fmt.Sprintf("load %d %v at %s", i, c.signal, c.step), func(t *testing.T) {
 			beta := h.name(fmt.Sprintf("cut%d", i))
-			h.ended(c.step, c.signal, "load", file, beta)
+			h.cut(c.step, c.signal, "load", file, beta)
 			if c.signal != syscall.SIGKILL {
 				h.noTraces(beta)
 				return
@@ -145,7 +112,7 @@ func TestCutArchive(t *testing.T) {
 	}
 	h.within(t, "load after the state is in", func(t *testing.T) {
 		beta := h.name("stays")
-		r := h.ended("start Executor", syscall.SIGINT, "load", file, beta)
+		r := h.cut("start Executor", syscall.SIGINT, "load", file, beta)
 		if !strings.Contains(r.stderr, "hint: box repair "+beta) {
 			t.Errorf("no hint: %s", r)
 		}

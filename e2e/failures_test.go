@@ -3,8 +3,6 @@
 package e2e
 
 import (
-	"bytes"
-	"context"
 	"fmt"
 	"os"
 	"os/exec"
@@ -20,35 +18,15 @@ func TestInterruptedNew(t *testing.T) {
 	for _, c := range []struct {
 		step   string
 		signal syscall.Signal
-		code   int
 	}{
-		{"create", syscall.SIGTERM, 143},
-		{"provision: packages", syscall.SIGINT, 130},
-		{"start Executor", syscall.SIGHUP, 129},
+		{"create", syscall.SIGTERM},
+		{"provision: packages", syscall.SIGINT},
+		{"start Executor", syscall.SIGHUP},
 	} {
 		t.Run(c.step, func(t *testing.T) {
 			h := newHome(t, nil)
 			name := h.name("cut")
-			ctx, cancel := context.WithTimeout(context.Background(), limit)
-			defer cancel()
-			cmd := h.command(ctx, "new", name)
-			steps := &awaited{text: c.step + "\n", found: make(chan struct{})}
-			cmd.Stderr = steps
-			if err := cmd.Start(); err != nil {
-				t.Fatal(err)
-			}
-			select {
-			case <-steps.found:
-			case <-ctx.Done():
-			}
-			if err := cmd.Process.Signal(c.signal); err != nil {
-				t.Error(err)
-			}
-			err := cmd.Wait()
-			r := h.conclude(cmd.Args[1:], err, "", steps.all.String())
-			if r.code != c.code {
-				t.Errorf("want exit code %d: %s", c.code, r)
-			}
+			r := h.cut(c.step, c.signal, "new", name)
 			h.noTraces(name)
 			if len(h.transcripts()) != 1 {
 				t.Errorf("transcripts: %d", len(h.transcripts()))
@@ -60,23 +38,6 @@ func TestInterruptedNew(t *testing.T) {
 	}
 }
 
-// awaited tells when a text was written. os/exec writes from one goroutine.
-type awaited struct {
-	text  string
-	found chan struct{}
-	all   bytes.Buffer
-	done  bool
-}
-
-func (a *awaited) Write(p []byte) (int, error) {
-	a.all.Write(p)
-	if !a.done && strings.Contains(a.all.String(), a.text) {
-		a.done = true
-		close(a.found)
-	}
-	return len(p), nil
-}
-
 // TestKilledNew kills `box new`, which then can clean up nothing: the next
 // command has to explain, and `rm` and `new` have to get over it.
 func TestKilledNew(t *testing.T) {
@@ -84,19 +45,7 @@ func TestKilledNew(t *testing.T) {
 	name := h.name("killed")
 	kill := func() {
 		t.Helper()
-		ctx, cancel := context.WithTimeout(context.Background(), limit)
-		defer cancel()
-		cmd := h.command(ctx, "new", name)
-		steps := &awaited{text: "provision: packages\n", found: make(chan struct{})}
-		cmd.Stderr = steps
-		if err := cmd.Start(); err != nil {
-			t.Fatal(err)
-		}
-		<-steps.found
-		if err := cmd.Process.Kill(); err != nil {
-			t.Fatal(err)
-		}
-		_ = cmd.Wait() // killed
+		h.cut("provision: packages", syscall.SIGKILL, "new", name)
 		h.wants(0, []string{"interrupted", "box rm " + name, "box repair " + name}, "ls")
 	}
 	kill()

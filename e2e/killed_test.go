@@ -3,8 +3,6 @@
 package e2e
 
 import (
-	"bytes"
-	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -97,42 +95,6 @@ func (h *home) afterKill(name string) (explained bool) {
 	return explained
 }
 
-// killedAfter kills box a while after it said that it came to a step. It
-// reports whether that was soon enough.
-func (h *home) killedAfter(at string, delay time.Duration, args ...string) bool {
-	h.t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), limit)
-	defer cancel()
-	cmd := h.command(ctx, args...)
-	steps := &awaited{text: at + "\n", found: make(chan struct{})}
-	var out bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &out, steps
-	if err := cmd.Start(); err != nil {
-		h.t.Fatal(err)
-	}
-	ended := make(chan error, 1)
-	go func() { ended <- cmd.Wait() }()
-	var err error
-	over := false
-	select {
-	case <-steps.found:
-		select {
-		case <-time.After(delay): // another moment of the step for each kill
-		case err = <-ended:
-			over = true
-		}
-	case err = <-ended:
-		h.t.Fatalf("box %s never came to %q: %v\n%s", strings.Join(args, " "), at, err, steps.all.String())
-	}
-	if !over {
-		if err := cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
-			h.t.Fatal(err)
-		}
-		err = <-ended
-	}
-	return h.conclude(args, err, out.String(), steps.all.String()).code == -1
-}
-
 // TestKilled ends box by SIGKILL 26 times, in new, save, load and rm, each time
 // looks at what is left, and has the next command get over it.
 func TestKilled(t *testing.T) {
@@ -140,10 +102,10 @@ func TestKilled(t *testing.T) {
 	other := h.bystander("other")
 	name := h.name("killed")
 	kills, early, explained := 0, 0, 0
-	kill := func(verb, at string, delay time.Duration, args ...string) {
+	kill := func(verb, at string, delay time.Duration, args ...string) (inTime bool) {
 		t.Helper()
 		h.within(t, fmt.Sprintf("%s at %s after %s", verb, at, delay), func(*testing.T) {
-			if h.killedAfter(at, delay, args...) {
+			if _, inTime = h.signalled(at, delay, syscall.SIGKILL, args...); inTime {
 				kills++
 			} else {
 				early++
@@ -153,6 +115,7 @@ func TestKilled(t *testing.T) {
 			}
 			other.unharmed(h)
 		})
+		return inTime
 	}
 
 	// Each new removes what the one before has left.
@@ -187,8 +150,9 @@ func TestKilled(t *testing.T) {
 		{"save: pack the state", 300 * time.Millisecond},
 		{"save: verify", 0},
 	} {
-		kill("save", c.at, c.delay, "save", name, file)
-		if _, err := os.Lstat(file); err == nil {
+		if !kill("save", c.at, c.delay, "save", name, file) {
+			h.quicker(c.at, file)
+		} else if _, err := os.Lstat(file); err == nil {
 			t.Errorf("killed at %q, there is a file under the final name", c.at)
 		}
 	}

@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -158,27 +159,7 @@ func (s *smol) foreign(t *testing.T) {
 // removed by rm.
 func (s *smol) killed(t *testing.T) {
 	name := s.name("smol-cut")
-	ctx, cancel := context.WithTimeout(context.Background(), limit)
-	defer cancel()
-	cmd := s.command(ctx, "new", name)
-	reached := &awaited{text: "start\n", found: make(chan struct{})}
-	cmd.Stderr = reached
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	ended := make(chan struct{})
-	go func() { defer close(ended); _ = cmd.Wait() }() // killed
-	select {
-	case <-reached.found:
-	case <-ended:
-		t.Error("box new ended before its step")
-	case <-ctx.Done():
-		t.Error(context.Cause(ctx))
-	}
-	if err := cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
-		t.Error(err)
-	}
-	<-ended
+	s.cut("start", syscall.SIGKILL, "new", name)
 	s.wants(0, []string{"interrupted", "box rm " + name}, "ls")
 	s.must("rm", name, "--force")
 	s.gone(t, name)

@@ -4,7 +4,6 @@ package e2e
 
 import (
 	"bytes"
-	"context"
 	"crypto/rand"
 	"encoding/json"
 	"errors"
@@ -274,9 +273,7 @@ func (v *machines) damaged(t *testing.T, name string) {
 // back.
 func (v *machines) killedSave(t *testing.T, name string) {
 	file := filepath.Join(v.home.dir, "killed.gpg")
-	if !v.killedAfter("save: pack the state", 0, "save", name, file) {
-		t.Error("the save was quicker")
-	}
+	v.cut("save: pack the state", syscall.SIGKILL, "save", name, file)
 	if !v.afterKill(name) {
 		t.Error("ls does not tell of the killed save")
 	}
@@ -295,9 +292,7 @@ func (v *machines) killedSave(t *testing.T, name string) {
 // remove kills a rm, and has the next one get over it.
 func (v *machines) remove(t *testing.T, name string) {
 	port := v.record(name).HostPort
-	if !v.killedAfter("remove", 0, "rm", name, "--force") {
-		t.Error("the rm was quicker")
-	}
+	v.cut("remove", syscall.SIGKILL, "rm", name, "--force")
 	v.afterKill(name)
 	v.wants(0, []string{name}, "ls") // it had not come far
 	v.must("rm", name, "--force")
@@ -317,27 +312,7 @@ func (v *machines) killed(t *testing.T, name string) {
 		steps = append(steps, "start Executor")
 	}
 	for i, step := range steps {
-		ctx, cancel := context.WithTimeout(context.Background(), limit)
-		cmd := v.command(ctx, "new", name)
-		reached := &awaited{text: step + "\n", found: make(chan struct{})}
-		cmd.Stderr = reached
-		if err := cmd.Start(); err != nil {
-			t.Fatal(err)
-		}
-		ended := make(chan struct{})
-		go func() { defer close(ended); _ = cmd.Wait() }() // killed
-		select {
-		case <-reached.found:
-		case <-ended:
-			t.Errorf("box new ended before its step %q", step)
-		case <-ctx.Done():
-			t.Error(context.Cause(ctx))
-		}
-		if err := cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
-			t.Error(err)
-		}
-		<-ended
-		cancel()
+		v.cut(step, syscall.SIGKILL, "new", name)
 		v.wants(0, []string{"interrupted", "box rm " + name}, "ls")
 		if run.full || i == 1 {
 			v.must("rm", name, "--force")
