@@ -321,7 +321,7 @@ func (m *Manager) listEngine(ctx context.Context, engine string, recs []Record, 
 			machines[machine.Name] = machine
 		}
 	}
-	var list []Status
+	list := make([]Status, 0, len(recs))
 	for _, rec := range recs {
 		machine, known := machines[rec.Name]
 		answer := err

@@ -1,7 +1,9 @@
 package cli
 
 import (
+	"bufio"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"text/tabwriter"
 	"time"
@@ -88,7 +90,8 @@ func (a *app) printListing(list listing) error {
 		a.term.say("no boxes yet; `box new NAME` makes one")
 		return nil
 	}
-	w := tabwriter.NewWriter(a.Stdout, 0, 8, 2, ' ', 0)
+	out := bufio.NewWriter(a.Stdout) // tabwriter writes each cell for itself
+	w := tabwriter.NewWriter(out, 0, 8, 2, ' ', 0)
 	_, _ = fmt.Fprintln(w, "NAME\tSTATE\tISOLATION\tEXECUTOR-URL\tLAST-BACKUP")
 	for _, b := range list.Boxes {
 		backup := "-"
@@ -100,7 +103,7 @@ func (a *app) printListing(list listing) error {
 		}
 		_, _ = fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", wire.Printable(b.Name), b.State, orDash(wire.Printable(b.Isolation)), orDash(b.ExecutorURL), backup)
 	}
-	if err := w.Flush(); err != nil {
+	if err := errors.Join(w.Flush(), out.Flush()); err != nil {
 		return err
 	}
 	for _, b := range list.Boxes {

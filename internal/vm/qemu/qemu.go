@@ -204,9 +204,7 @@ func (d *Driver) read(name string, running func() map[string]process.ID) (record
 	}
 	if !r.QEMU.Alive() {
 		// A start that was killed may have started it and not come to record it.
-		if p, ok := running()[r.ID]; ok {
-			r.QEMU = p
-		}
+		r.QEMU = running()[r.ID] // none: nobody needs to look again
 	}
 	return r, nil
 }
