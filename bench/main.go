@@ -333,6 +333,8 @@ func (b *bench) tree(t tree) error {
 		contender{"gpg -d|gunzip", nil, sh(gpg + " -d " + path("ours") + " | gunzip >/dev/null"), ""},
 		contender{"load's stream", empty, []string{b.self, "unpack", path("ours"), restored}, ""},
 		contender{"gpg -d|tar x", empty, sh(gpg + " -d " + path("ours") + " | tar xz -C " + restored), ""},
+		// As load does: what is restored is on the disk.
+		contender{"gpg -d|tar x, synced", empty, sh(gpg + " -d " + path("ours") + " | tar xz -C " + restored + "; sync -f " + restored), ""},
 	)
 	figures := make([]figure, len(list))
 	for run := range b.runs {
@@ -393,6 +395,7 @@ func ratios() []struct {
 		{"save", "restic", map[string]float64{"source code": 1.5, "node_modules": 1.5}},
 		{"verify", "gpg -d|tar tz", map[string]float64{"source code": 0.7, "node_modules": 0.7, "random": 0.7}},
 		{"verify", "gpg -d|gunzip", nil},
+		{"load's stream", "gpg -d|tar x, synced", nil},
 		{"load's stream", "gpg -d|tar x", map[string]float64{"source code": 0.6, "node_modules": 0.6, "random": 0.6}},
 		{"new cold", "raw boot", nil},
 		{"new warm: machine", "raw boot", nil},
