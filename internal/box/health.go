@@ -59,6 +59,10 @@ func (m *Manager) examine(ctx context.Context, drv vm.Driver, rec Record, part s
 	}
 	door := m.examineDoor(ctx, drv, rec, hello.Paused)
 	found := <-inside
+	if door.Status == wire.Fail && err == nil {
+		// Of an Executor that was starting: hb's checks have waited for it.
+		door = m.examineDoor(ctx, drv, rec, hello.Paused)
+	}
 	checks = append(checks, greeting...)
 	if err == nil {
 		checks = append(checks, found...)

@@ -147,7 +147,8 @@ func situations() map[string]string {
 		"box.clockCheck: box start *":                    "internal/box/supervisor_test.go TestClockAfterSleep", // and TestVM, on a machine
 		"box.examineDoor: box enter * -- hb up":          "paused",
 		"box.examineDoor: box repair *":                  "hb",
-		"box.examineInside: box repair *":                "hb",
+		"box.greet: box repair *":                        "hb",
+		"box.guestChecks: box repair *":                  "hb",
 		"box.finisher: box fork * *":                     "fork",
 		"box.finisher: box load * *":                     "never_finished",
 		"box.finisher: box repair *":                     "never_finished",
