@@ -224,9 +224,31 @@ func (a *app) syncCommand() *cobra.Command {
 	}))
 }
 
+// The supervisor of a machine that was just started is up within this time:
+// whoever finds none would only ask again, which is dear.
+const (
+	supervisorPatience = 2 * time.Second
+	supervisorPoll     = 20 * time.Millisecond
+)
+
+// supervised reports whether the supervisor answers, now or in a moment.
+func (a *app) supervised(ctx context.Context) bool {
+	for deadline := time.Now().Add(supervisorPatience); ; {
+		_, err := supervise.Ask(ctx, a.layout, supervise.OpStatus, statusWait)
+		if err == nil || !time.Now().Before(deadline) {
+			return err == nil
+		}
+		select {
+		case <-ctx.Done():
+			return false
+		case <-time.After(supervisorPoll):
+		}
+	}
+}
+
 func (a *app) helloCommand() *cobra.Command {
 	return verb("hello", "Answer the version handshake", "", cobra.NoArgs, a.mustBeRoot(func(ctx context.Context) error {
-		_, askErr := supervise.Ask(ctx, a.layout, supervise.OpStatus, statusWait)
+		supervised := a.supervised(ctx)
 		_, settingsErr := a.layout.ReadSettings()
 		paused, err := secrets.Paused(a.layout)
 		if err != nil {
@@ -238,7 +260,7 @@ func (a *app) helloCommand() *cobra.Command {
 		}
 		line, err := json.Marshal(wire.Hello{
 			Protocol: wire.Protocol, Version: a.version, Arch: runtime.GOARCH,
-			Supervised: askErr == nil, Provisioned: settingsErr == nil, Paused: paused, Awaits: awaits,
+			Supervised: supervised, Provisioned: settingsErr == nil, Paused: paused, Awaits: awaits,
 			UnixTime: time.Now().Unix(),
 		})
 		if err != nil {

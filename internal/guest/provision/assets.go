@@ -155,7 +155,7 @@ func (r *run) forgetHost(path string, data []byte) ([]byte, error) {
 	var kept []byte
 	for line := range bytes.Lines(data) {
 		f := bytes.Split(bytes.TrimSuffix(line, []byte("\n")), []byte("\t"))
-		if len(f) == 2 && string(f[0]) == ownAddress && boxName.Match(f[1]) && string(f[1]) != r.req.BoxName {
+		if len(f) == 2 && string(f[0]) == ownAddress && boxName().Match(f[1]) && string(f[1]) != r.req.BoxName {
 			continue
 		}
 		kept = append(kept, line...)

@@ -47,7 +47,7 @@ func (e *commandError) Unwrap() error { return e.err }
 
 // networkWords are what apt, curl, npm, git and uv print when a server could
 // not be reached or trusted, as opposed to a package that cannot be installed.
-var networkWords = regexp.MustCompile(`(?i)could not resolve|temporary failure|unable to connect|could not connect|couldn't connect|connection (timed out|refused|reset|failed)|cannot initiate the connection|network is unreachable|no route to host|ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ETIMEDOUT|ENETUNREACH|EHOSTUNREACH|socket hang up|timed out|failed to fetch|some index files failed|dns error|error sending request|proxy connect|407`)
+var networkWords = whenNeeded(`(?i)could not resolve|temporary failure|unable to connect|could not connect|couldn't connect|connection (timed out|refused|reset|failed)|cannot initiate the connection|network is unreachable|no route to host|ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ETIMEDOUT|ENETUNREACH|EHOSTUNREACH|socket hang up|timed out|failed to fetch|some index files failed|dns error|error sending request|proxy connect|407`)
 
 var trustWords = regexp.MustCompile(`(?i)certificate|SELF_SIGNED|UNABLE_TO_(GET|VERIFY)|SSL routines|tls handshake`)
 
@@ -64,7 +64,7 @@ func explain(err error, what, fix string) error {
 			fmt.Errorf("%s could not be trusted: %w", what, err),
 			"set EXTRA_CA_FILE in box.env to the CA certificates of your network" + fix,
 		}
-	case networkWords.MatchString(ce.tail) || ce.exit < 0 && errors.Is(ce.err, context.DeadlineExceeded):
+	case networkWords().MatchString(ce.tail) || ce.exit < 0 && errors.Is(ce.err, context.DeadlineExceeded):
 		return &hintedError{
 			fmt.Errorf("%s could not be reached: %w", what, err),
 			"check the network; behind a proxy set HTTP_PROXY and HTTPS_PROXY in box.env" + fix,

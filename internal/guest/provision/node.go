@@ -441,7 +441,7 @@ func packageVersion(dir string) (string, error) {
 	if err := json.Unmarshal(data, &p); err != nil {
 		return "", fmt.Errorf("%s/package.json: %w", dir, err)
 	}
-	if !semver.MatchString(p.Version) {
+	if !semver().MatchString(p.Version) {
 		return "", fmt.Errorf("%s/package.json: version %q", dir, p.Version)
 	}
 	return p.Version, nil

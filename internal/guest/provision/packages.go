@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 )
@@ -19,7 +18,7 @@ func systemPackages() []string {
 	}
 }
 
-var timezoneName = regexp.MustCompile(`^[A-Za-z0-9_+-]{1,32}(/[A-Za-z0-9_+-]{1,32}){0,2}$`)
+var timezoneName = whenNeeded(`^[A-Za-z0-9_+-]{1,32}(/[A-Za-z0-9_+-]{1,32}){0,2}$`)
 
 // packages installs the missing ones, or upgrades exactly these on repair.
 // UTF-8 needs no generated locale: C.UTF-8 is part of the C library.

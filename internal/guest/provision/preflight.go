@@ -11,6 +11,7 @@ import (
 	"regexp"
 	"runtime"
 	"strings"
+	"sync"
 	"syscall"
 	"unicode/utf8"
 
@@ -23,11 +24,17 @@ const (
 )
 
 var (
-	semver       = regexp.MustCompile(`^(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})(-[0-9A-Za-z][0-9A-Za-z.-]{0,63})?(\+[0-9A-Za-z.-]{1,64})?$`)
-	boxName      = regexp.MustCompile(`^[a-z][a-z0-9-]{0,38}$`)
+	semver       = whenNeeded(`^(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})(-[0-9A-Za-z][0-9A-Za-z.-]{0,63})?(\+[0-9A-Za-z.-]{1,64})?$`)
+	boxName      = whenNeeded(`^[a-z][a-z0-9-]{0,38}$`)
 	noProxyWords = regexp.MustCompile(`^[A-Za-z0-9.,:*/_\[\] -]*$`)
 	proxyChars   = regexp.MustCompile(`^[A-Za-z0-9._~:/@%!$&*+,;=\[\]-]+$`)
 )
+
+// whenNeeded compiles a costly pattern at its first use: only provisioning
+// needs it, and every start of hb would pay for it.
+func whenNeeded(pattern string) func() *regexp.Regexp {
+	return sync.OnceValue(func() *regexp.Regexp { return regexp.MustCompile(pattern) })
+}
 
 // preflight refuses what the other steps could not work with.
 func preflight(_ context.Context, r *run) error {
@@ -78,7 +85,7 @@ func validate(req wire.ProvisionRequest) error {
 	if req.Protocol != wire.Protocol {
 		return fmt.Errorf("protocol %d instead of %d", req.Protocol, wire.Protocol)
 	}
-	if !boxName.MatchString(req.BoxName) {
+	if !boxName().MatchString(req.BoxName) {
 		return fmt.Errorf("%q is not a box name", req.BoxName)
 	}
 	if req.HostPort < 0 || req.HostPort > 65535 {
@@ -94,7 +101,7 @@ func validate(req wire.ProvisionRequest) error {
 		"CLAUDE_VERSION": req.Versions.Claude, "CODEX_VERSION": req.Versions.Codex,
 		"EXECUTOR_VERSION": req.Versions.Executor, "HERMES_VERSION": req.Versions.Hermes,
 	} {
-		if v != "" && !semver.MatchString(v) {
+		if v != "" && !semver().MatchString(v) {
 			return fmt.Errorf("%s %q is not a version like 1.2.3", name, v)
 		}
 	}
@@ -111,7 +118,7 @@ func validate(req wire.ProvisionRequest) error {
 	if len(req.NoProxy) > maxProxy || !noProxyWords.MatchString(req.NoProxy) {
 		return errors.New("NO_PROXY is not a list of host names")
 	}
-	if req.Timezone != "" && !timezoneName.MatchString(req.Timezone) {
+	if req.Timezone != "" && !timezoneName().MatchString(req.Timezone) {
 		return fmt.Errorf("%q is not the name of a time zone", req.Timezone)
 	}
 	if err := validInstaller(req.HermesInstaller); err != nil {

@@ -139,7 +139,7 @@ func (r *run) npmLatest(ctx context.Context, scratch, pkg string) (string, error
 	if err != nil {
 		return "", err
 	}
-	if out = strings.TrimSpace(out); !semver.MatchString(out) {
+	if out = strings.TrimSpace(out); !semver().MatchString(out) {
 		return "", fmt.Errorf("npm says that the latest version is %q", out)
 	}
 	return out, nil

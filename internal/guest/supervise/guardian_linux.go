@@ -147,7 +147,9 @@ func (g *guardian) end(l layout.Layout, child <-chan os.Signal) error {
 	} else {
 		_, err = endOrphan(l)
 	}
-	syscall.Sync()
+	if l.Real() { // a host's disks are not this box's
+		syscall.Sync()
+	}
 	return err
 }
 
