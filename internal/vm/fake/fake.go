@@ -25,6 +25,7 @@
 package fake
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -534,15 +535,16 @@ func (d *Driver) Kill(name string) error {
 // processes finds what runs in the machine, by the environment that it was
 // started with.
 func (d *Driver) processes(name string) []int {
-	want := "HB_ROOT=" + d.Root(name)
-	stats, _ := filepath.Glob("/proc/[0-9]*/environ")
+	want := []byte("\x00HB_ROOT=" + d.Root(name) + "\x00")
+	entries, _ := os.ReadDir("/proc")
 	var pids []int
-	for _, path := range stats {
-		data, err := os.ReadFile(path)
-		if err != nil || !slices.Contains(strings.Split(string(data), "\x00"), want) {
+	for _, e := range entries {
+		pid, err := strconv.Atoi(e.Name())
+		if err != nil || pid == os.Getpid() {
 			continue
 		}
-		if pid, err := strconv.Atoi(filepath.Base(filepath.Dir(path))); err == nil && pid != os.Getpid() && process.Identify(pid).Alive() {
+		environ, err := os.ReadFile("/proc/" + e.Name() + "/environ")
+		if err == nil && bytes.Contains(append([]byte{0}, environ...), want) && process.Identify(pid).Alive() {
 			pids = append(pids, pid)
 		}
 	}
@@ -606,12 +608,35 @@ func (d *Driver) exec(ctx context.Context, r record, c vm.Command) (int, error) 
 	if c.TTY != nil {
 		term = c.TTY.Term
 	}
-	// The shell turns the end by a signal into 128+n.
-	cmd := exec.Command("/bin/sh", append([]string{"-c", `"$@"; exit $?`, "sh"}, argv...)...)
+	var cmd *exec.Cmd
+	if filepath.IsAbs(argv[0]) {
+		cmd = exec.Command(argv[0], argv[1:]...)
+	} else {
+		// Looked up where the machine has its programs.
+		cmd = exec.Command("/bin/sh", append([]string{"-c", `exec "$@"`, "sh"}, argv...)...)
+	}
 	cmd.Env = d.env(r, term)
 	cmd.Dir = d.Root(r.Name)
 	if c.TTY == nil {
 		cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	}
-	return attach.Run(ctx, cmd, c)
+	code, err := attach.Run(ctx, cmd, c)
+	var exit *exec.ExitError
+	switch {
+	case err == nil || ctx.Err() != nil:
+		return code, err
+	case cmd.Process == nil: // as a shell puts it
+		words := "cannot be run"
+		code = 126
+		if errors.Is(err, fs.ErrNotExist) {
+			words, code = "not found", 127
+		}
+		if c.Stderr != nil {
+			_, _ = fmt.Fprintf(c.Stderr, "fake: %s: %s\n", argv[0], words)
+		}
+		return code, nil
+	case errors.As(err, &exit) && exit.Sys().(syscall.WaitStatus).Signaled():
+		return 128 + int(exit.Sys().(syscall.WaitStatus).Signal()), nil
+	}
+	return code, err
 }
