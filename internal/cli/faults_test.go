@@ -4,6 +4,7 @@ package cli_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -19,12 +20,16 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
 
 	"hermes-box-lite/internal/box"
+	"hermes-box-lite/internal/cli/clitest"
+	"hermes-box-lite/internal/vm"
 	"hermes-box-lite/internal/vm/fake"
+	"hermes-box-lite/internal/wire"
 )
 
 // Variables of TestFaults.
@@ -42,7 +47,7 @@ const (
 )
 
 // faultWorkers is more than there are processors: much of a cell is waiting.
-const faultWorkers = 6
+const faultWorkers = 8
 
 // faultVerb is a row of tables: one verb in one situation.
 type faultVerb struct {
@@ -105,6 +110,14 @@ func (k faultKind) sudden() bool {
 	return strings.HasSuffix(k.what, "kill") || strings.HasPrefix(k.what, "twice")
 }
 
+// patience sorts the cells that wait for deadlines before those that do not.
+func (k faultKind) patience() int {
+	if k.what == "hang" {
+		return 0
+	}
+	return 1
+}
+
 // applies reports whether a fault makes sense at a point: only engines and
 // guests hang or lie, and moving a state takes as long as it takes.
 func (k faultKind) applies(point string) bool {
@@ -145,12 +158,16 @@ func newRig(t *testing.T) (*rig, error) {
 	if err != nil {
 		return nil, err
 	}
-	r := &rig{t: t, engine: engine, home: t.TempDir(), drv: fake.New(engine, "")}
+	home, err := newScratch("box-faults-")
+	if err != nil {
+		return nil, err
+	}
+	r := &rig{t: t, engine: engine, home: home, drv: fake.New(engine, "")}
 	t.Cleanup(func() {
-		for _, fault := range audit(engine, r.home) {
+		for _, fault := range audit(engine, home) {
 			t.Error(fault)
 		}
-		if err := endEngine(engine); err != nil {
+		if err := errors.Join(endEngine(engine), os.RemoveAll(home)); err != nil {
 			t.Error(err)
 		}
 	})
@@ -163,7 +180,7 @@ func newRig(t *testing.T) (*rig, error) {
 		return nil, err
 	}
 	r.env = append(os.Environ(), "BOX_HOME="+r.home, "HOME="+r.home, "TMPDIR="+filepath.Join(r.home, "tmp"),
-		"BOX_PASSPHRASE=secret", fakeDirVar+"="+engine, saidVar+"="+filepath.Join(engine, "said"))
+		"BOX_PASSPHRASE=secret", clitest.EngineVar+"="+engine, clitest.SaidVar+"="+filepath.Join(engine, "said"))
 	if err := r.must("new", "other"); err != nil {
 		return nil, err
 	}
@@ -226,16 +243,11 @@ func (r *rig) record(name string) *box.Record {
 func (r *rig) run(env []string, args ...string) (code int, stdout, stderr string) {
 	ctx, cancel := context.WithTimeout(context.Background(), 90*time.Second)
 	defer cancel()
-	self, err := os.Executable()
-	if err != nil {
-		return -1, "", err.Error()
-	}
-	cmd := exec.CommandContext(ctx, self, args...)
-	cmd.Args[0] = "box"
+	cmd := exec.CommandContext(ctx, boxPath(), args...)
 	cmd.Env = append(slices.Clone(r.env), env...)
 	var out, errOut bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &errOut
-	err = cmd.Run()
+	err := cmd.Run()
 	var exit *exec.ExitError
 	switch {
 	case ctx.Err() != nil || err != nil && !errors.As(err, &exit):
@@ -263,10 +275,8 @@ func indent(text string) string {
 // bring takes alpha to a situation.
 func (r *rig) bring(to string) error {
 	if to == "absent" || to == "interrupted" || to == "cold" {
-		if r.record("alpha") != nil {
-			if err := r.must("rm", "alpha", "--force"); err != nil {
-				return err
-			}
+		if err := r.drop(); err != nil {
+			return err
 		}
 		if to == "cold" {
 			return r.must("cache", "prune", "--all")
@@ -293,6 +303,20 @@ func (r *rig) bring(to string) error {
 		return err
 	}
 	return r.must(map[string]string{"running": "start", "stopped": "stop"}[to], "alpha")
+}
+
+// drop takes alpha away, as no verb does: without a word, and in no time.
+func (r *rig) drop() error {
+	if _, err := os.Stat(r.drv.Root("alpha")); err == nil {
+		if err := r.drv.Kill("alpha"); err != nil {
+			return err
+		}
+	}
+	err := os.Remove(r.recordPath("alpha"))
+	if errors.Is(err, fs.ErrNotExist) {
+		err = nil
+	}
+	return errors.Join(err, os.RemoveAll(filepath.Dir(r.drv.Root("alpha"))))
 }
 
 // learn runs a verb once and returns the points that it reaches.
@@ -371,7 +395,7 @@ func (r *rig) cell(v faultVerb, point string, kind faultKind) (code int, err err
 	}
 	var env []string
 	if kind.what == "hang" {
-		env = []string{engineVar + "=4s", guestVar + "=6s", cleanupVar + "=4s"}
+		env = []string{clitest.EngineLimitVar + "=4s", clitest.GuestLimitVar + "=6s", clitest.CleanupLimitVar + "=4s"}
 	}
 	lines, code, said, err := r.traced(env, args...)
 	for p := range faults {
@@ -555,13 +579,20 @@ func begun(lines []string, verb string) bool {
 
 // serving: Executor is up, and not only supposed to be back soon.
 func (r *rig) serving() error {
-	var said string
-	for deadline := time.Now().Add(30 * time.Second); time.Now().Before(deadline); time.Sleep(50 * time.Millisecond) {
-		if _, said, _ = r.run(nil, "enter", "alpha", "--", "hb", "status"); strings.Contains(said, "running, pid") {
+	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	defer cancel()
+	for {
+		var said bytes.Buffer
+		_, err := r.drv.Exec(ctx, "alpha", vm.Command{Argv: []string{wire.HBPath, "status"}, Stdout: &said, Stderr: &said})
+		if strings.Contains(said.String(), "running, pid") {
 			return nil
 		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("Executor is not up again: %w\n%s", err, indent(said.String()))
+		case <-time.After(50 * time.Millisecond):
+		}
 	}
-	return fmt.Errorf("Executor is not up again:\n%s", indent(said))
 }
 
 // settled: everything is as if nothing had happened.
@@ -606,11 +637,8 @@ func (r *rig) invariants(unfinished bool) error {
 	}
 	locks, _ := filepath.Glob(filepath.Join(r.home, ".box/locks/*"))
 	for _, path := range locks {
-		if f, err := os.Open(path); err == nil {
-			if syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) != nil {
-				bad("%s is held", path)
-			}
-			_ = f.Close()
+		if isHeld(path) {
+			bad("%s is held", path)
 		}
 	}
 	_ = filepath.WalkDir(r.home, func(path string, e fs.DirEntry, err error) error {
@@ -661,19 +689,42 @@ func baseNames(paths []string) []string {
 // runningRoots are the machines of an engine in which something runs.
 func runningRoots(engine string) []string {
 	var roots []string
-	environs, _ := filepath.Glob("/proc/[0-9]*/environ")
-	for _, path := range environs {
-		data, err := os.ReadFile(path)
+	processes, _ := os.ReadDir("/proc")
+	for _, p := range processes {
+		if _, err := strconv.Atoi(p.Name()); err != nil {
+			continue
+		}
+		data, err := os.ReadFile("/proc/" + p.Name() + "/environ")
 		if err != nil {
 			continue
 		}
-		for kv := range strings.SplitSeq(string(data), "\x00") {
-			if root, ok := strings.CutPrefix(kv, "HB_ROOT="); ok && strings.HasPrefix(root, engine+"/") {
+		for kv := range bytes.SplitSeq(data, []byte{0}) {
+			if root, ok := strings.CutPrefix(string(kv), "HB_ROOT="); ok && strings.HasPrefix(root, engine+"/") {
 				roots = append(roots, root)
 			}
 		}
 	}
 	return roots
+}
+
+// lockGrace is how long a lock may outlive its process: a child that was just
+// forked has it until it becomes another program.
+const lockGrace = 2 * time.Second
+
+func isHeld(path string) bool {
+	f, err := os.Open(path)
+	if err != nil {
+		return false
+	}
+	defer func() { _ = f.Close() }()
+	for deadline := time.Now().Add(lockGrace); ; time.Sleep(20 * time.Millisecond) {
+		if syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) == nil {
+			return false
+		}
+		if time.Now().After(deadline) {
+			return true
+		}
+	}
 }
 
 // faultQueue hands out cells, preferring those that start with what the cell
@@ -700,49 +751,93 @@ func (q *faultQueue) next(present bool) (c faultCell, ok bool) {
 	return c, true
 }
 
+// makeRigs makes n homes side by side.
+func makeRigs(t *testing.T, n int) []*rig {
+	t.Helper()
+	rigs, errs := make([]*rig, n), make([]error, n)
+	var wg sync.WaitGroup
+	for i := range n {
+		wg.Go(func() { rigs[i], errs[i] = newRig(t) })
+	}
+	wg.Wait()
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+	return rigs
+}
+
+// learnAll returns the points of every verb, each learned in any of the homes.
+func learnAll(t *testing.T, rigs []*rig, verbs []faultVerb) [][]string {
+	t.Helper()
+	points, errs := make([][]string, len(verbs)), make([]error, len(verbs))
+	var next atomic.Int64
+	var wg sync.WaitGroup
+	for _, r := range rigs {
+		wg.Go(func() {
+			for i := next.Add(1) - 1; i < int64(len(verbs)); i = next.Add(1) - 1 {
+				points[i], errs[i] = r.learn(verbs[i])
+			}
+		})
+	}
+	wg.Wait()
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+	return points
+}
+
+// faultsChosen reads the variables of TestFaults: one of so many cells, which
+// of them, and what is in their names.
+func faultsChosen() (one, seed int, named string) {
+	one, seed, named = faultsSample, faultsSeed, os.Getenv(cellVar)
+	if n, err := strconv.Atoi(os.Getenv(faultsVar)); err == nil && n > 0 {
+		one = n
+	}
+	if os.Getenv(faultsVar) == "all" || named != "" {
+		one = 1
+	}
+	if n, err := strconv.Atoi(os.Getenv(seedVar)); err == nil {
+		seed = n
+	}
+	return one, seed, named
+}
+
 // TestFaults interrupts every mutating verb at every point that it reaches, in
 // every way, and looks at what it and the next commands make of it.
 func TestFaults(t *testing.T) {
 	t.Parallel()
+	began := time.Now()
 	verbs, kinds := faultVerbs(), faultKinds()
-	first, err := newRig(t)
-	if err != nil {
-		t.Fatal(err)
+	one, seed, named := faultsChosen()
+	workers := faultWorkers
+	if one > faultWorkers {
+		workers = 2 // a home of its own costs some cells
 	}
-	points := make([][]string, len(verbs))
+	rigs := makeRigs(t, workers)
+	points := learnAll(t, rigs, verbs)
 	var cells []faultCell
 	for i, v := range verbs {
-		if points[i], err = first.learn(v); err != nil {
-			t.Fatal(err)
-		}
 		for _, p := range points[i] {
 			for k, kind := range kinds {
-				if kind.applies(p) && strings.Contains(v.title+"/"+p+"/"+kind.title, os.Getenv(cellVar)) {
+				if kind.applies(p) && strings.Contains(v.title+"/"+p+"/"+kind.title, named) {
 					cells = append(cells, faultCell{i, p, k})
 				}
 			}
 		}
 	}
 	total := len(cells)
-	one, seed := faultsSample, faultsSeed
-	if n, err := strconv.Atoi(os.Getenv(faultsVar)); err == nil && n > 0 {
-		one = n
-	}
-	if os.Getenv(faultsVar) == "all" || os.Getenv(cellVar) != "" {
-		one = 1
-	}
-	if n, err := strconv.Atoi(os.Getenv(seedVar)); err == nil {
-		seed = n
-	}
 	var chosen []faultCell
 	for i, c := range cells {
 		if i%one == seed%one {
 			chosen = append(chosen, c)
 		}
 	}
-	// Those that leave a box and those that take it away, in turn.
-	began := time.Now()
-	q := &faultQueue{verbs: verbs, cells: slices.Clone(chosen)}
+	// Those that wait come first, so that at the end nobody waits for them alone.
+	queued := slices.Clone(chosen)
+	slices.SortStableFunc(queued, func(a, b faultCell) int {
+		return cmp.Compare(kinds[a.kind].patience(), kinds[b.kind].patience())
+	})
+	q := &faultQueue{verbs: verbs, cells: queued}
 	results := map[faultCell]string{}
 	unconverged, unreached := 0, 0
 	var mu sync.Mutex
@@ -781,18 +876,8 @@ func TestFaults(t *testing.T) {
 		}
 	}
 	var wg sync.WaitGroup
-	for i := range min(faultWorkers, 1+len(chosen)/10) { // a home of its own costs some cells
-		wg.Go(func() {
-			r := first
-			if i > 0 {
-				var err error
-				if r, err = newRig(t); err != nil {
-					t.Error(err)
-					return
-				}
-			}
-			work(r)
-		})
+	for _, r := range rigs {
+		wg.Go(func() { work(r) })
 	}
 	wg.Wait()
 	if one == 1 {

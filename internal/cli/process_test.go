@@ -26,6 +26,7 @@ import (
 
 	"github.com/creack/pty"
 
+	"hermes-box-lite/internal/cli/clitest"
 	"hermes-box-lite/internal/vm/fake"
 )
 
@@ -56,22 +57,16 @@ func newHost(t *testing.T) *host {
 	if err := os.WriteFile(filepath.Join(h.home, "box.env"), []byte(baseSettings()), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	h.env = append(os.Environ(), "BOX_HOME="+h.home, "HOME="+h.home, fakeDirVar+"="+engine, saidVar+"="+filepath.Join(engine, "said"))
+	h.env = append(os.Environ(), "BOX_HOME="+h.home, "HOME="+h.home, clitest.EngineVar+"="+engine, clitest.SaidVar+"="+filepath.Join(engine, "said"))
 	return h
 }
 
-// command is the real command line in a process of its own. The test binary
-// is box when it is called by that name.
+// command is the real command line in a process of its own.
 func (h *host) command(args ...string) *exec.Cmd {
 	h.t.Helper()
-	self, err := os.Executable()
-	if err != nil {
-		h.t.Fatal(err)
-	}
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	h.t.Cleanup(cancel)
-	cmd := exec.CommandContext(ctx, self, args...)
-	cmd.Args[0] = "box"
+	cmd := exec.CommandContext(ctx, boxPath(), args...)
 	cmd.Env = h.env
 	return cmd
 }

@@ -5,14 +5,16 @@ package cli_test
 import (
 	"bytes"
 	"context"
+	"errors"
+	"flag"
 	"fmt"
-	"io"
 	"maps"
 	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -23,108 +25,102 @@ import (
 
 	"github.com/rogpeppe/go-internal/testscript"
 
-	"hermes-box-lite/internal/box"
 	"hermes-box-lite/internal/cli"
-	"hermes-box-lite/internal/config"
+	"hermes-box-lite/internal/cli/clitest"
 	"hermes-box-lite/internal/guest/guesttest"
 	"hermes-box-lite/internal/vm"
 	"hermes-box-lite/internal/vm/fake"
 )
 
-// Variables by which a test tells its box processes where everything is.
-const (
-	fakeDirVar  = "FAKE_DIR"         // the engine: machines and faults
-	builtVar    = "FAKE_BUILT"       // what TestMain built
-	listVar     = "FAKE_LIST_LIMIT"  // deadline of ls
-	cleanupVar  = "FAKE_CLEAN_LIMIT" // deadline of clean-up
-	engineVar   = "FAKE_CALL_LIMIT"  // deadline of the engine's other calls
-	guestVar    = "FAKE_GUEST_LIMIT" // deadline of calls of hb
-	saidVar     = "FAKE_SAID"        // file that collects all that box says
-	testVersion = "dev"              // what hb says when it is built without a version
-)
-
-// boxMain is the command box of the scripts: the real one, with the fake
-// driver for everything. All that it says is kept, so that the end of every
-// script can look for secrets and for hints that do not work.
-func boxMain() {
-	// One for all, because it counts how often a point is reached.
-	engine := fake.New(os.Getenv(fakeDirVar), filepath.Join(os.Getenv(builtVar), "tools"))
-	build := func(config.Config) vm.Driver { return engine }
-	p := cli.Program{
-		Version: testVersion, Args: os.Args[1:], Stdin: os.Stdin, Stdout: os.Stdout, Stderr: os.Stderr,
-		Drivers: map[string]func(config.Config) vm.Driver{"auto": build, "fake": build},
-		HB:      func() ([]byte, error) { return os.ReadFile(filepath.Join(os.Getenv(builtVar), "hb")) },
-		Deadlines: box.Deadlines{
-			List: duration(listVar), Cleanup: duration(cleanupVar),
-			Ask: duration(engineVar), Engine: duration(engineVar), Guest: duration(guestVar),
-		},
-		Step: engine.Step,
-	}
-	if info, err := os.Stderr.Stat(); err == nil && info.Mode()&os.ModeCharDevice == 0 {
-		said, err := os.OpenFile(os.Getenv(saidVar), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
-		if err != nil {
-			panic(err)
-		}
-		p.Stderr = io.MultiWriter(os.Stderr, said)
-		if !slices.Contains(p.Args, "--") { // the output of CMD is CMD's
-			p.Stdout = io.MultiWriter(os.Stdout, said)
-		}
-	}
-	os.Exit(cli.Main(p))
-}
-
-func duration(name string) time.Duration {
-	d, _ := time.ParseDuration(os.Getenv(name)) // absent: the built-in one
-	return d
-}
-
-// suite builds what all tests share before they run.
-type suite struct{ m *testing.M }
-
-func (s suite) Run() int {
-	dir, err := os.MkdirTemp("", "box-test-")
-	if err != nil {
-		panic(err)
-	}
-	defer func() { _ = os.RemoveAll(dir) }()
-	if err := buildAll(dir); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	if err := os.Setenv(builtVar, dir); err != nil {
-		panic(err)
-	}
-	return s.m.Run()
-}
-
-// buildAll makes hb, the stand-ins for the tools and a base.
-func buildAll(dir string) error {
-	const stub = "hermes-box-lite/internal/cli/clitest/tools"
-	if err := guesttest.Build(dir, guesttest.HB, guesttest.Executor, stub); err != nil {
-		return err
-	}
-	// The fake driver copies the directory of tools into each machine: links
-	// keep that cheap.
-	bin := filepath.Join(dir, "tools.bin")
-	if err := os.Rename(filepath.Join(dir, "tools"), bin); err != nil {
-		return err
-	}
-	tools := filepath.Join(dir, "tools")
-	for _, made := range []string{tools, filepath.Join(dir, "base/etc")} {
-		if err := os.MkdirAll(made, 0o755); err != nil {
-			return err
-		}
-	}
-	for _, name := range []string{"claude", "codex", "hermes", "node", "npm"} {
-		if err := os.Symlink(bin, filepath.Join(tools, name)); err != nil {
-			return err
-		}
-	}
-	return os.Symlink(filepath.Join(dir, "executor"), filepath.Join(tools, "executor"))
-}
+// boxPath is the program box that TestMain built, the only one of its directory.
+func boxPath() string { return filepath.Join(os.Getenv(clitest.BuiltVar), "bin/box") }
 
 func TestMain(m *testing.M) {
-	testscript.Main(suite{m}, map[string]func(){"box": boxMain})
+	code, err := run(m)
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		code = 1
+	}
+	os.Exit(code)
+}
+
+// run builds what all tests share and runs them.
+func run(m *testing.M) (code int, err error) {
+	dir, err := os.MkdirTemp("", "box-test-")
+	if err != nil {
+		return 0, err
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	if err := buildAll(dir); err != nil {
+		return 0, err
+	}
+	if err := os.Setenv(clitest.BuiltVar, dir); err != nil {
+		return 0, err
+	}
+	if err := os.Setenv("PATH", filepath.Dir(boxPath())+":"+os.Getenv("PATH")); err != nil {
+		return 0, err
+	}
+	// Much of a script is waiting for other processes.
+	if err := flag.Set("test.parallel", strconv.Itoa(2*runtime.GOMAXPROCS(0))); err != nil {
+		return 0, err
+	}
+	return m.Run(), nil
+}
+
+// buildAll makes box, hb, the stand-ins for the tools and a base.
+func buildAll(dir string) error {
+	for _, made := range []string{"bin", "tools", "stand-ins", "base/etc"} {
+		if err := os.MkdirAll(filepath.Join(dir, made), 0o755); err != nil {
+			return err
+		}
+	}
+	programs := filepath.Join(dir, "programs")
+	if err := guesttest.Build(programs, guesttest.HB, guesttest.Executor, clitest.Box, clitest.Tools); err != nil {
+		return err
+	}
+	for program, place := range map[string]string{"box": "bin/box", "hb": "hb"} {
+		if err := os.Rename(filepath.Join(programs, program), filepath.Join(dir, place)); err != nil {
+			return err
+		}
+	}
+	// The fake driver copies the directory of tools into each machine: links
+	// and scripts keep that cheap. What needs no program is said by the script,
+	// in a quarter of a program's time.
+	executor := filepath.Join(programs, "executor")
+	executorSays := map[string]string{}
+	for _, line := range []string{"--version", "daemon run --help"} {
+		out, err := exec.Command(executor, strings.Fields(line)...).Output()
+		if err != nil {
+			return fmt.Errorf("executor %s: %w", line, err)
+		}
+		executorSays[line] = string(out)
+	}
+	stub := filepath.Join(programs, "tools")
+	for tool, t := range map[string]struct {
+		program string
+		answers map[string]string // by the whole line of arguments
+	}{
+		"claude":   {stub, map[string]string{"--version": "2.1.332 (Claude Code)"}},
+		"codex":    {stub, map[string]string{"--version": "codex-cli 0.171.0"}},
+		"hermes":   {stub, map[string]string{"--version": "Hermes Agent v0.21.5"}},
+		"node":     {stub, map[string]string{"--version": "v22.11.0"}},
+		"npm":      {stub, map[string]string{"--version": "10.9.0"}},
+		"executor": {executor, executorSays},
+	} {
+		standIn := filepath.Join(dir, "stand-ins", tool)
+		if err := os.Symlink(t.program, standIn); err != nil {
+			return err
+		}
+		script := "#!/bin/sh\ncase \"$STUB_EXECUTOR:$*\" in\n"
+		for line, answer := range t.answers {
+			script += fmt.Sprintf("\":%s\") echo '%s'; exit ;;\n", line, strings.TrimSpace(answer))
+		}
+		script += "esac\nexec " + standIn + " \"$@\"\n"
+		if err := os.WriteFile(filepath.Join(dir, "tools", tool), []byte(script), 0o755); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func TestScript(t *testing.T) {
@@ -157,12 +153,26 @@ func nextPorts() (lo, hi int) {
 func baseSettings() string {
 	lo, hi := nextPorts()
 	return fmt.Sprintf("BASE_IMAGE=%s\nINSTALL_HERMES=false\nEXECUTOR_PORT_LO=%d\nEXECUTOR_PORT_HI=%d\n",
-		filepath.Join(os.Getenv(builtVar), "base"), lo, hi)
+		filepath.Join(os.Getenv(clitest.BuiltVar), "base"), lo, hi)
 }
 
 // newEngine makes a directory for the fake driver. It is short, because hb's
 // socket lies in it and the kernel bounds such paths to 107 bytes.
-func newEngine() (dir string, err error) { return os.MkdirTemp("/tmp", "bx") }
+func newEngine() (dir string, err error) { return newScratch("bx") }
+
+func newScratch(prefix string) (dir string, err error) { return os.MkdirTemp(scratch(), prefix) }
+
+// scratch is where the engines are, and the homes of the many: in memory where
+// there is room. No test here cuts the power, and a disk makes each wait for
+// what all others write.
+func scratch() string {
+	const memory, enough = "/dev/shm", 4 << 30
+	var fs syscall.Statfs_t
+	if err := syscall.Statfs(memory, &fs); err != nil || fs.Bavail*uint64(fs.Bsize) < enough {
+		return "/tmp"
+	}
+	return memory
+}
 
 // endEngine ends all that still runs in the machines and removes them.
 func endEngine(dir string) error {
@@ -194,9 +204,9 @@ func setUp(env *testscript.Env) error {
 		return err
 	}
 	for _, kv := range [][2]string{
-		{fakeDirVar, dir},
-		{builtVar, os.Getenv(builtVar)},
-		{saidVar, filepath.Join(dir, "said")},
+		{clitest.EngineVar, dir},
+		{clitest.BuiltVar, os.Getenv(clitest.BuiltVar)},
+		{clitest.SaidVar, filepath.Join(dir, "said")},
 		{"BOX_HOME", filepath.Join(home, "box")},
 		{"HOME", home},
 		{"TMPDIR", filepath.Join(env.WorkDir, "tmp")},
@@ -304,7 +314,7 @@ func checkHint(hint string) error {
 		args = append(args, "--help") // parsed, and nothing done
 	}
 	var out bytes.Buffer
-	code := cli.Main(cli.Program{Version: testVersion, Args: args, Stdout: &out, Stderr: &out})
+	code := cli.Main(cli.Program{Version: clitest.Version, Args: args, Stdout: &out, Stderr: &out})
 	if code != 0 {
 		return fmt.Errorf("exit code %d: %s", code, out.String())
 	}
@@ -320,7 +330,7 @@ func cmdFault(ts *testscript.TestScript, neg bool, args []string) {
 	if neg || len(args) == 0 {
 		ts.Fatalf("usage: fault POINT [WHAT...]")
 	}
-	ts.Check(fake.New(ts.Getenv(fakeDirVar), "").Fault(args[0], strings.Join(args[1:], " ")))
+	ts.Check(fake.New(ts.Getenv(clitest.EngineVar), "").Fault(args[0], strings.Join(args[1:], " ")))
 }
 
 // foreign NAME: a machine of another owner.
@@ -328,7 +338,7 @@ func cmdForeign(ts *testscript.TestScript, neg bool, args []string) {
 	if neg || len(args) != 1 {
 		ts.Fatalf("usage: foreign NAME")
 	}
-	_, err := fake.New(ts.Getenv(fakeDirVar), "").Create(context.Background(), vm.Spec{Name: args[0], OwnerID: strings.Repeat("f", 32)})
+	_, err := fake.New(ts.Getenv(clitest.EngineVar), "").Create(context.Background(), vm.Spec{Name: args[0], OwnerID: strings.Repeat("f", 32)})
 	ts.Check(err)
 }
 
@@ -337,7 +347,7 @@ func cmdMachine(ts *testscript.TestScript, neg bool, args []string) {
 	if len(args) != 1 {
 		ts.Fatalf("usage: [!] machine NAME")
 	}
-	_, err := os.Stat(filepath.Join(ts.Getenv(fakeDirVar), "machines", args[0]))
+	_, err := os.Stat(filepath.Join(ts.Getenv(clitest.EngineVar), "machines", args[0]))
 	if neg == (err == nil) {
 		ts.Fatalf("machine %s: there=%v", args[0], err == nil)
 	}

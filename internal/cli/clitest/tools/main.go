@@ -1,9 +1,7 @@
-// Command tools stands for the tools of a box in the script tests, by the name
-// that it is called by: claude, codex, hermes, node and npm. It speaks the
-// parts on which hb relies, as measured with Claude Code 2.1.332 and Codex
-// 0.171.0:
+// Command tools stands for claude and codex in a box of the tests, by the name
+// that it is called by. It speaks the parts on which hb relies, as measured with
+// Claude Code 2.1.332 and Codex 0.171.0; their versions are told without it:
 //
-//   - `--version` of each, in its own words;
 //   - `claude mcp list` connects to the servers of ~/.claude.json and exits
 //     with 0 whether or not they answer;
 //   - `codex app-server` speaks JSON lines; mcpServerStatus/list connects to
@@ -31,14 +29,7 @@ import (
 func main() { os.Exit(run(filepath.Base(os.Args[0]), os.Args[1:])) }
 
 func run(name string, args []string) int {
-	version := map[string]string{
-		"claude": "2.1.332 (Claude Code)", "codex": "codex-cli 0.171.0", "hermes": "Hermes Agent v0.21.5",
-		"node": "v22.11.0", "npm": "10.9.0",
-	}
 	switch line := strings.Join(args, " "); {
-	case line == "--version" && version[name] != "":
-		fmt.Println(version[name])
-		return 0
 	case name == "claude" && line == "mcp list":
 		return claudeList()
 	case name == "codex" && line == "app-server":
