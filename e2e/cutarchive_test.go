@@ -92,7 +92,7 @@ func TestCutArchive(t *testing.T) {
 		signal syscall.Signal
 	}{
 		{"verify the archive", syscall.SIGINT},
-		{"provision: tools", syscall.SIGTERM},
+		{"install hb", syscall.SIGTERM},
 		{"restore", syscall.SIGHUP},
 		{"restore", syscall.SIGKILL},
 	} {
