@@ -13,7 +13,7 @@ TOOLS   := $(CURDIR)/.tools/bin
 HB      := internal/hbbin/bin/hb-linux-amd64.gz internal/hbbin/bin/hb-linux-arm64.gz
 SOURCES := $(shell find cmd internal -name '*.go') go.mod go.sum
 
-.PHONY: help build demo check test e2e e2e-full e2e-smolvm bench fuzz fuzz-archives faults faults-part lint base bare-base tools cross vuln clean
+.PHONY: help build demo check test e2e e2e-full e2e-smolvm bench fuzz fuzz-archives faults lint base bare-base tools cross vuln clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -59,7 +59,7 @@ $(TOOLS)/golangci-lint: tools/go.mod tools/go.sum
 	cd tools && GOBIN=$(TOOLS) go install tool
 	touch $@
 
-test: check faults-part e2e ## all tests, with an eighth of the table of faults (all: FAULTS_PART=all)
+test: check faults e2e ## all tests, with the whole table of faults
 
 e2e: build ## scenarios on real containers with the real tools
 	scripts/e2e
@@ -70,13 +70,8 @@ e2e-full: build ## the same, and the slow ones
 e2e-smolvm: build ## the smolvm driver on its stand-in; with BOX_E2E_SMOLVM=1 on the installed smolvm
 	scripts/e2e-smolvm
 
-FAULTS_PART ?= 8
-
-faults-part: $(HB)
-	FAULTS=$(FAULTS_PART) go test -count=1 -timeout 60m -v -run '^TestFaults$$' ./internal/cli
-
 faults: $(HB) ## end every verb at every point in every way, on fake machines; prints the table
-	FAULTS=all go test -count=1 -timeout 60m -v -run '^TestFaults$$' ./internal/cli
+	FAULTS=all go test -count=1 -timeout 120m -v -run '^TestFaults$$' ./internal/cli
 
 bench: build ## compare archives with tar, gzip, gpg and restic, and boxes with a raw boot
 	scripts/host-packages bench vm
