@@ -809,11 +809,7 @@ func TestFaults(t *testing.T) {
 	began := time.Now()
 	verbs, kinds := faultVerbs(), faultKinds()
 	one, seed, named := faultsChosen()
-	workers := faultWorkers
-	if one > faultWorkers {
-		workers = 2 // a home of its own costs some cells
-	}
-	rigs := makeRigs(t, workers)
+	rigs := makeRigs(t, 2)
 	points := learnAll(t, rigs, verbs)
 	var cells []faultCell
 	for i, v := range verbs {
@@ -876,8 +872,16 @@ func TestFaults(t *testing.T) {
 		}
 	}
 	var wg sync.WaitGroup
-	for _, r := range rigs {
-		wg.Go(func() { work(r) })
+	for i := range min(faultWorkers, 1+len(chosen)/10) { // a home of its own costs some cells
+		wg.Go(func() {
+			if i < len(rigs) {
+				work(rigs[i])
+			} else if r, err := newRig(t); err != nil {
+				t.Error(err)
+			} else {
+				work(r)
+			}
+		})
 	}
 	wg.Wait()
 	if one == 1 {
