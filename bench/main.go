@@ -276,7 +276,7 @@ type contender struct {
 	wrote  string
 }
 
-func (b *bench) tree(t tree) error {
+func (b *bench) tree(t tree) (err error) {
 	state := filepath.Join(b.dir, "state")
 	if err := os.RemoveAll(state); err != nil {
 		return err
@@ -301,11 +301,22 @@ func (b *bench) tree(t tree) error {
 			return nil
 		}
 	}
+	// ext4 is slow to use what was freed within the last minutes, and the first
+	// to write would pay for it: nothing is removed before the end.
+	old := path("old")
+	defer func() { err = errors.Join(err, os.RemoveAll(old), os.RemoveAll(restored)) }()
 	empty := func() error {
-		return errors.Join(os.RemoveAll(restored), os.MkdirAll(filepath.Join(restored, "data"), 0o755))
+		moved, err := os.MkdirTemp(old, "")
+		if err != nil {
+			return err
+		}
+		if err := os.Rename(restored, filepath.Join(moved, "restored")); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+		return os.MkdirAll(filepath.Join(restored, "data"), 0o755)
 	}
 	gnupg := path("gnupg")
-	if err := os.MkdirAll(gnupg, 0o700); err != nil {
+	if err := errors.Join(os.MkdirAll(gnupg, 0o700), os.MkdirAll(old, 0o700)); err != nil {
 		return err
 	}
 	gpg := "gpg --homedir " + gnupg + " --batch --quiet --yes --pinentry-mode loopback --passphrase " + passphrase

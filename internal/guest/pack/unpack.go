@@ -18,6 +18,7 @@ import (
 
 	"hermes-box-lite/internal/archive"
 	"hermes-box-lite/internal/guest/layout"
+	"hermes-box-lite/internal/stream"
 	"hermes-box-lite/internal/wire"
 )
 
@@ -71,7 +72,9 @@ func Unpack(ctx context.Context, l layout.Layout, size int64, freshLogins bool, 
 		return wire.StateResult{}, fmt.Errorf("read the stream: %w", err)
 	}
 	z.Multistream(false)
-	summary, err := archive.Read(z, archive.DefaultLimits(), extractor)
+	unpacked := stream.Ahead(z) // decompressing and writing go on side by side
+	defer unpacked.Stop()
+	summary, err := archive.Read(unpacked, archive.DefaultLimits(), extractor)
 	if err != nil {
 		return wire.StateResult{}, err
 	}
