@@ -170,7 +170,7 @@ func TestKilled(t *testing.T) {
 	h.noTraces(name)
 
 	// Each load removes what the one before has left.
-	for _, at := range []string{"verify the archive", "create", "install hb", "provision", "restore", "start Executor"} {
+	for _, at := range []string{"verify the archive", "create", "start", "install hb", "restore", "start Executor"} {
 		kill("load", at, 0, "load", file, name)
 		if strings.Contains(h.recorded(name), `"phase": "ready"`) {
 			break // the state is in: what is left is for repair
