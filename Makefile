@@ -70,8 +70,10 @@ e2e-full: build ## the same, and the slow ones
 e2e-smolvm: build ## the smolvm driver on its stand-in; with BOX_E2E_SMOLVM=1 on the installed smolvm
 	scripts/e2e-smolvm
 
+FAULTS_PART ?= all
+
 faults: $(HB) ## end every verb at every point in every way, on fake machines; prints the table
-	FAULTS=all go test -count=1 -timeout 120m -v -run '^TestFaults$$' ./internal/cli
+	FAULTS=$(FAULTS_PART) go test -count=1 -timeout 120m -v -run '^TestFaults$$' ./internal/cli
 
 bench: build ## compare archives with tar, gzip, gpg and restic, and boxes with a raw boot
 	scripts/host-packages bench vm
