@@ -46,10 +46,15 @@ func (a *app) passphrase(ctx context.Context, isNew bool) (backup.Passphrase, er
 	case a.secret.file != "":
 		return backup.ReadPassphrase(a.secret.file)
 	}
-	first, err := a.term.askSecret(ctx, "Passphrase of the archive: ")
+	show, err := a.term.hideTyping()
 	if errors.Is(err, errNotAsked) {
 		return backup.Passphrase{}, errors.New("there is no passphrase: " + passphraseHint)
 	}
+	if err != nil {
+		return backup.Passphrase{}, err
+	}
+	defer show()
+	first, err := a.term.ask(ctx, "Passphrase of the archive: ")
 	if err != nil {
 		return backup.Passphrase{}, err
 	}
@@ -57,7 +62,7 @@ func (a *app) passphrase(ctx context.Context, isNew bool) (backup.Passphrase, er
 	if err != nil || !isNew {
 		return p, err
 	}
-	second, err := a.term.askSecret(ctx, "The same once more: ")
+	second, err := a.term.ask(ctx, "The same once more: ")
 	if err != nil {
 		return backup.Passphrase{}, err
 	}

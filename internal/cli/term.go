@@ -13,6 +13,7 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/sys/unix"
 	"golang.org/x/term"
 
 	"hermes-box-lite/internal/vm"
@@ -225,35 +226,26 @@ func (t *terminal) ask(ctx context.Context, question string) (string, error) {
 	}
 }
 
-// askSecret puts a question whose answer is not shown.
-func (t *terminal) askSecret(ctx context.Context, question string) (string, error) {
+// hideTyping keeps what is typed from being shown until show is called. It
+// comes before the first question: whoever answers at once, as a password
+// manager does, must not be quicker than it.
+func (t *terminal) hideTyping() (show func(), err error) {
 	if !isTerminal(t.stdin) || !t.live {
-		return "", errNotAsked
+		return nil, errNotAsked
 	}
-	_, _ = fmt.Fprint(t.stderr, question)
 	fd := int(t.stdin.Fd())
-	before, err := term.GetState(fd)
+	before, err := unix.IoctlGetTermios(fd, getTermios)
 	if err != nil {
-		return "", fmt.Errorf("prepare the terminal: %w", err)
+		return nil, fmt.Errorf("prepare the terminal: %w", err)
 	}
-	type answer struct {
-		line []byte
-		err  error
+	hidden := *before
+	hidden.Lflag &^= unix.ECHO
+	hidden.Lflag |= unix.ICANON | unix.ISIG | unix.ECHONL // of a line its end is seen
+	hidden.Iflag |= unix.ICRNL
+	if err := unix.IoctlSetTermios(fd, setTermios, &hidden); err != nil {
+		return nil, fmt.Errorf("prepare the terminal: %w", err)
 	}
-	typed := make(chan answer, 1)
-	go func() { // as in ask
-		line, err := term.ReadPassword(fd)
-		typed <- answer{line, err}
-	}()
-	select {
-	case <-ctx.Done():
-		_ = term.Restore(fd, before) // what is typed next is to be seen again
-		_, _ = fmt.Fprintln(t.stderr)
-		return "", context.Cause(ctx)
-	case a := <-typed:
-		_, _ = fmt.Fprintln(t.stderr)
-		return string(a.line), a.err
-	}
+	return func() { _ = unix.IoctlSetTermios(fd, setTermios, before) }, nil
 }
 
 // interactive reports whether a command can be given a terminal: both ends
