@@ -247,7 +247,7 @@ func TestRoundTrip(t *testing.T) {
 
 		for _, strip := range []bool{true, false} {
 			dir := t.TempDir()
-			root, err := os.OpenRoot(dir)
+			root, err := os.Open(dir)
 			if err != nil {
 				t.Fatal(err)
 			}

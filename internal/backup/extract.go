@@ -60,12 +60,7 @@ func (a *Archive) Extract(ctx context.Context, dir string, progress Progress) (e
 			return fmt.Errorf("%s cannot hold both of %s, whose names its file system takes for one", parent, a.report.FoldCollision)
 		}
 	}
-	root, err := os.OpenRoot(temporary)
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, root.Close()) }()
-	extractor := archive.NewExtractor(root, archive.ExtractOptions{})
+	extractor := archive.NewExtractor(lock, archive.ExtractOptions{})
 	defer func() { err = errors.Join(err, extractor.Close()) }()
 	second, err := a.read(ctx, extractor, progress)
 	if err != nil {

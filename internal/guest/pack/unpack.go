@@ -39,11 +39,11 @@ func Unpack(ctx context.Context, l layout.Layout, size int64, freshLogins bool, 
 	if err := hasRoom(l.Data(), size); err != nil {
 		return wire.StateResult{}, err
 	}
-	root, err := os.OpenRoot(l.Data())
+	dir, err := os.Open(l.Data()) // now: its mode to come may keep us out
 	if err != nil {
 		return wire.StateResult{}, err
 	}
-	defer func() { err = errors.Join(err, root.Close()) }()
+	defer func() { err = errors.Join(err, dir.Close()) }()
 	dropped := []string{}
 	options := archive.ExtractOptions{
 		Strip: true, Existing: keep(), Chown: l.Real(),
@@ -63,7 +63,7 @@ func Unpack(ctx context.Context, l layout.Layout, size int64, freshLogins bool, 
 			return false
 		}
 	}
-	extractor := archive.NewExtractor(root, options)
+	extractor := archive.NewExtractor(dir, options)
 	defer func() { err = errors.Join(err, extractor.Close()) }()
 	sum := sha256.New()
 	source := bufio.NewReaderSize(io.TeeReader(&contextReader{ctx, r}, sum), 256<<10)
@@ -86,11 +86,6 @@ func Unpack(ctx context.Context, l layout.Layout, size int64, freshLogins bool, 
 	} else if err == nil {
 		return wire.StateResult{}, fmt.Errorf("%w: something follows the gzip stream", archive.ErrUnsafe)
 	}
-	dir, err := root.Open(".") // now: its mode to come may keep us out
-	if err != nil {
-		return wire.StateResult{}, err
-	}
-	defer func() { err = errors.Join(err, dir.Close()) }()
 	if err := extractor.Finish(); err != nil {
 		return wire.StateResult{}, err
 	}
