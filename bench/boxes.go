@@ -32,7 +32,7 @@ type boxes struct {
 	home, program, driver, base string
 	self                        string // this program
 	runs                        int
-	engine                      vm.Driver
+	digest                      string // of the base
 	results                     []figure
 }
 
@@ -44,10 +44,6 @@ const many = 200
 const stateSize = 192 << 20
 
 func (b *boxes) measure(ctx context.Context) error {
-	var err error
-	if b.self, err = os.Executable(); err != nil {
-		return err
-	}
 	if err := os.MkdirAll(b.home, 0o700); err != nil {
 		return err
 	}
@@ -56,21 +52,11 @@ func (b *boxes) measure(ctx context.Context) error {
 	if err := os.WriteFile(filepath.Join(b.home, "box.env"), []byte(settings), 0o600); err != nil {
 		return err
 	}
-	switch b.driver {
-	case "qemu":
-		b.engine = qemu.New(qemu.Options{
-			Dir: filepath.Join(b.home, ".box/machines/qemu"), HB: func() ([]byte, error) { return hbbin.Binary(runtime.GOARCH) },
-		})
-	case "container":
-		b.engine = container.New("")
-	default:
-		return fmt.Errorf("no figures are made on the driver %q", b.driver)
-	}
-	base, err := baseOf(b.base)
-	if err != nil {
+	var err error
+	if b.digest, err = digestOf(b.base); err != nil {
 		return err
 	}
-	if err := b.raw(ctx, base); err != nil { // once, so that the base is converted
+	if err := b.raw(ctx); err != nil { // once, so that the base is converted
 		return err
 	}
 	b.results = nil
@@ -81,7 +67,7 @@ func (b *boxes) measure(ctx context.Context) error {
 	}
 	for run := range b.runs {
 		for _, part := range []func(context.Context) error{
-			func(ctx context.Context) error { return b.raw(ctx, base) },
+			b.raw,
 			func(ctx context.Context) error { return b.life(ctx, run) },
 			func(ctx context.Context) error { return b.archives(ctx, tree) },
 		} {
@@ -90,40 +76,128 @@ func (b *boxes) measure(ctx context.Context) error {
 			}
 		}
 	}
-	return b.listing(ctx, base)
+	return b.listing(ctx)
 }
 
-func baseOf(path string) (vm.Base, error) {
+// machines are what a driver does without box, in processes of their own: one's
+// memory is counted with that of the programs it starts.
+type machines struct{ driver, home, base, digest string }
+
+// args are the command line of a process that does it.
+func (b *boxes) args(verb string) []string {
+	return []string{b.self, verb, b.driver, b.home, b.base, b.digest}
+}
+
+func machinesOf(args []string) (machines, error) {
+	if len(args) != 4 {
+		return machines{}, errors.New("wanted: driver, home, base and digest")
+	}
+	return machines{args[0], args[1], args[2], args[3]}, nil
+}
+
+func (m machines) engine() (vm.Driver, error) {
+	switch m.driver {
+	case "qemu":
+		return qemu.New(qemu.Options{
+			Dir: filepath.Join(m.home, ".box/machines/qemu"), HB: func() ([]byte, error) { return hbbin.Binary(runtime.GOARCH) },
+		}), nil
+	case "container":
+		return container.New(""), nil
+	}
+	return nil, fmt.Errorf("no figures are made on the driver %q", m.driver)
+}
+
+func digestOf(path string) (string, error) {
 	f, err := os.Open(path)
 	if err != nil {
-		return vm.Base{}, err
+		return "", err
 	}
 	defer func() { _ = f.Close() }()
 	sum := sha256.New()
 	if _, err := io.Copy(sum, f); err != nil {
-		return vm.Base{}, err
+		return "", err
 	}
-	return vm.Base{Digest: "sha256:" + hex.EncodeToString(sum.Sum(nil)), Tar: path}, nil
+	return "sha256:" + hex.EncodeToString(sum.Sum(nil)), nil
 }
 
-// raw makes and boots a machine without anything of ours in it, to a shell.
-func (b *boxes) raw(ctx context.Context, base vm.Base) (err error) {
-	spec := vm.Spec{Name: "benchraw", OwnerID: strings.Repeat("b", 32), Base: base, CPUs: 2, MemoryMiB: 2048, SystemGiB: 64}
-	if b.driver == "container" {
+func (b *boxes) raw(ctx context.Context) error { return b.run(ctx, "raw boot", b.args("boot")...) }
+
+// boot makes and boots a machine without anything of ours in it, to a shell,
+// and prints the seconds of that.
+func (m machines) boot(ctx context.Context) (err error) {
+	engine, err := m.engine()
+	if err != nil {
+		return err
+	}
+	spec := vm.Spec{
+		Name: "benchraw", OwnerID: strings.Repeat("b", 32), Base: vm.Base{Digest: m.digest, Tar: m.base},
+		CPUs: 2, MemoryMiB: 2048, SystemGiB: 64,
+	}
+	if m.driver == "container" {
 		spec.Workload = []string{"/bin/sh", "-c", "trap 'exit 0' TERM; while :; do sleep 0.1; done"}
 	}
-	defer func() { err = errors.Join(err, b.engine.Delete(context.WithoutCancel(ctx), spec.Name, spec.OwnerID)) }()
+	defer func() { err = errors.Join(err, engine.Delete(context.WithoutCancel(ctx), spec.Name, spec.OwnerID)) }()
 	begin := time.Now()
-	if _, err := b.engine.Create(ctx, spec); err != nil {
+	if _, err := engine.Create(ctx, spec); err != nil {
 		return err
 	}
-	if err := b.engine.Start(ctx, spec.Name); err != nil {
+	if err := engine.Start(ctx, spec.Name); err != nil {
 		return err
 	}
-	if code, err := b.engine.Exec(ctx, spec.Name, vm.Command{Argv: []string{"/bin/sh", "-c", "true"}}); err != nil || code != 0 {
+	if code, err := engine.Exec(ctx, spec.Name, vm.Command{Argv: []string{"/bin/sh", "-c", "true"}}); err != nil || code != 0 {
 		return fmt.Errorf("a shell in the raw machine: exit %d, %w", code, err)
 	}
-	b.note("raw boot", time.Since(begin), nil)
+	fmt.Println(time.Since(begin).Seconds())
+	return nil
+}
+
+// stock makes machines that stand beside that of one box, and their records.
+func (m machines) stock(ctx context.Context) error {
+	engine, err := m.engine()
+	if err != nil {
+		return err
+	}
+	records := filepath.Join(m.home, ".box/boxes")
+	data, err := os.ReadFile(filepath.Join(records, "warm.json"))
+	if err != nil {
+		return err
+	}
+	var record map[string]any
+	if err := json.Unmarshal(data, &record); err != nil {
+		return err
+	}
+	for i := range many - 1 {
+		name, owner := stocked(i)
+		spec := vm.Spec{
+			Name: name, OwnerID: owner, Base: vm.Base{Digest: m.digest, Tar: m.base}, CPUs: 1, MemoryMiB: 512, StorageGiB: 1,
+		}
+		if _, err := engine.Create(ctx, spec); err != nil {
+			return err
+		}
+		record["name"], record["owner_id"] = name, owner
+		data, err := json.Marshal(record)
+		if err != nil {
+			return err
+		}
+		if err := os.WriteFile(filepath.Join(records, name+".json"), data, 0o600); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func stocked(i int) (name, owner string) { return fmt.Sprintf("many%d", i), fmt.Sprintf("%032x", i) }
+
+// clear removes what stock made.
+func (m machines) clear(ctx context.Context) error {
+	engine, err := m.engine()
+	if err != nil {
+		return err
+	}
+	for i := range many - 1 {
+		name, owner := stocked(i)
+		_ = engine.Delete(ctx, name, owner) // most runs have none
+	}
 	return nil
 }
 
@@ -211,7 +285,7 @@ func (b *boxes) run(ctx context.Context, figure string, argv ...string) error {
 }
 
 // listing compares `ls` of one box and of many, which stand on real machines.
-func (b *boxes) listing(ctx context.Context, base vm.Base) error {
+func (b *boxes) listing(ctx context.Context) error {
 	for range 5 * b.runs {
 		if err := b.box(ctx, "version", "--version"); err != nil {
 			return err
@@ -228,28 +302,8 @@ func (b *boxes) listing(ctx context.Context, base vm.Base) error {
 			return err
 		}
 	}
-	data, err := os.ReadFile(filepath.Join(b.home, ".box/boxes/warm.json"))
-	if err != nil {
+	if err := b.run(ctx, "", b.args("stock")...); err != nil {
 		return err
-	}
-	var record map[string]any
-	if err := json.Unmarshal(data, &record); err != nil {
-		return err
-	}
-	for i := range many - 1 {
-		name := fmt.Sprintf("many%d", i)
-		spec := vm.Spec{Name: name, OwnerID: fmt.Sprintf("%032x", i), Base: base, CPUs: 1, MemoryMiB: 512, StorageGiB: 1}
-		if _, err := b.engine.Create(ctx, spec); err != nil {
-			return err
-		}
-		record["name"], record["owner_id"] = name, spec.OwnerID
-		data, err := json.Marshal(record)
-		if err != nil {
-			return err
-		}
-		if err := os.WriteFile(filepath.Join(b.home, ".box/boxes", name+".json"), data, 0o600); err != nil {
-			return err
-		}
 	}
 	for range 5 * b.runs {
 		if err := b.box(ctx, fmt.Sprintf("ls of %d", many), "ls"); err != nil {
@@ -328,7 +382,5 @@ func (b *boxes) removeBoxes(ctx context.Context, names ...string) {
 func (b *boxes) removeAll(ctx context.Context) {
 	ctx = context.WithoutCancel(ctx)
 	b.removeBoxes(ctx)
-	for i := range many - 1 {
-		_ = b.engine.Delete(ctx, fmt.Sprintf("many%d", i), fmt.Sprintf("%032x", i)) // most runs have none
-	}
+	_ = b.run(ctx, "", b.args("clear")...) // the next new tells
 }

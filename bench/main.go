@@ -59,6 +59,13 @@ func run(args []string) error {
 			return verify(args[1])
 		case "unpack":
 			return unpack(args[1], args[2])
+		case "boot", "stock", "clear":
+			m, err := machinesOf(args[1:])
+			if err != nil {
+				return err
+			}
+			do := map[string]func(context.Context) error{"boot": m.boot, "stock": m.stock, "clear": m.clear}[args[0]]
+			return do(context.Background())
 		}
 	}
 	set := flag.NewFlagSet("bench", flag.ContinueOnError)
@@ -86,7 +93,7 @@ func run(args []string) error {
 	}
 	b := &bench{dir: *dir, self: self, runs: *runs, size: *size << 20}
 	if *driver != "" {
-		lives := &boxes{home: filepath.Join(*dir, "boxes"), program: *program, driver: *driver, base: *base, runs: *runs}
+		lives := &boxes{home: filepath.Join(*dir, "boxes"), self: self, program: *program, driver: *driver, base: *base, runs: *runs}
 		if err := lives.measure(context.Background()); err != nil {
 			return err
 		}
@@ -183,9 +190,7 @@ func (b *bench) trees() []tree {
 		{"node_modules", func(dir string, size int64) error { return copies(dir, size, nodeModules()) }},
 		{"random", func(dir string, size int64) error {
 			for n := int64(0); n < size; n += 8 << 20 {
-				data := make([]byte, min(8<<20, size-n))
-				_, _ = rand.Read(data) // never fails
-				if err := os.WriteFile(filepath.Join(dir, fmt.Sprint(n)), data, 0o644); err != nil {
+				if _, err := copyTo(filepath.Join(dir, fmt.Sprint(n)), io.LimitReader(rand.Reader, min(8<<20, size-n))); err != nil {
 					return err
 				}
 			}
@@ -222,10 +227,6 @@ func copies(dir string, size int64, from string, suffixes ...string) error {
 			if len(suffixes) > 0 && !slices.Contains(suffixes, filepath.Ext(path)) {
 				return nil
 			}
-			data, err := os.ReadFile(path)
-			if err != nil {
-				return err
-			}
 			rel, err := filepath.Rel(from, path)
 			if err != nil {
 				return err
@@ -234,8 +235,14 @@ func copies(dir string, size int64, from string, suffixes ...string) error {
 			if err := os.MkdirAll(filepath.Dir(to), 0o755); err != nil {
 				return err
 			}
-			done += int64(len(data))
-			return os.WriteFile(to, data, 0o644)
+			source, err := os.Open(path)
+			if err != nil {
+				return err
+			}
+			defer func() { _ = source.Close() }()
+			n, err := copyTo(to, source)
+			done += n
+			return err
 		})
 		if err != nil {
 			return err
@@ -245,6 +252,17 @@ func copies(dir string, size int64, from string, suffixes ...string) error {
 		}
 	}
 	return nil
+}
+
+// copyTo makes a file. Piece by piece: this program's memory is counted with
+// that of the programs it starts.
+func copyTo(path string, r io.Reader) (n int64, err error) {
+	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o644)
+	if err != nil {
+		return 0, err
+	}
+	defer func() { err = errors.Join(err, f.Close()) }()
+	return io.Copy(f, r)
 }
 
 // figure is what one contender took on one tree.
