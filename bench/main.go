@@ -367,7 +367,12 @@ func (b *bench) tree(t tree) (err error) {
 	)
 	figures := make([]figure, len(list))
 	for run := range b.runs {
-		for i, c := range list { // in turns, so that all see the same weather
+		for k := range list { // in turns, so that all see the same weather
+			i := k
+			if run%2 == 1 { // and none always comes after the same other
+				i = len(list) - 1 - k
+			}
+			c := list[i]
 			if c.before != nil {
 				if err := c.before(); err != nil {
 					return fmt.Errorf("%s: %w", c.name, err)
