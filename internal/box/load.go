@@ -268,10 +268,13 @@ func (g guest) unpack(ctx context.Context, mu *mutation, size int64, freshLogins
 		args = append(args, "--fresh-logins")
 	}
 	ev, err := g.perform(ctx, mu, pr, nil, on, args...)
+	if err != nil {
+		cancel(err) // a sender may wait for something else than the pipe
+	}
 	_ = pr.Close() // frees a stream that nobody reads any more
 	sendErr := <-sent
 	switch {
-	case err != nil && sendErr != nil && !errors.Is(sendErr, io.ErrClosedPipe):
+	case err != nil && sendErr != nil && errors.Is(context.Cause(ctx), sendErr): // it was the first
 		return wire.StateResult{}, sendErr
 	case err != nil:
 		return wire.StateResult{}, err

@@ -145,6 +145,29 @@ type Command struct {
 	TTY    *TTY      // nil: plain streams
 }
 
+// Watched returns a writer that writes to w and hands failed the first error of
+// that. Nil stays nil. A driver ends a command with it whose output nobody takes
+// any more: it may be one that never ends by itself.
+func Watched(w io.Writer, failed func(error)) io.Writer {
+	if w == nil {
+		return nil
+	}
+	return &watched{w, failed}
+}
+
+type watched struct {
+	w      io.Writer
+	failed func(error)
+}
+
+func (w *watched) Write(p []byte) (int, error) {
+	n, err := w.w.Write(p)
+	if err != nil {
+		w.failed(fmt.Errorf("pass the command's output on: %w", err))
+	}
+	return n, err
+}
+
 // Driver runs machines. Implementations are safe for concurrent use, also by
 // several processes.
 type Driver interface {
@@ -172,8 +195,9 @@ type Driver interface {
 	// Exec runs a command in a running machine as root. The exit code is the
 	// guest command's own and only valid with a nil error (a command killed
 	// by signal n counts as 128+n); an error means that the transport failed,
-	// the command could not be run or ctx ended, in which case the guest's
-	// process was killed as far as the engine could be reached.
+	// the command could not be run, or ctx ended or its output could not be
+	// written, in which cases the guest's process was killed as far as the
+	// engine could be reached.
 	Exec(ctx context.Context, name string, cmd Command) (exit int, err error)
 }
 

@@ -9,6 +9,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -17,19 +18,47 @@ import (
 	"hermes-box-lite/internal/vm"
 )
 
+// patience is how long a process that has ended is waited for by what it left
+// behind: children that hold its output open, or that say nothing any more.
+const patience = 5 * time.Second
+
 // Run runs a local process with the command's streams and returns its exit
-// code. When ctx ends the process is killed and the error is ctx's cause.
+// code. When ctx ends, or its output cannot be written, the process is killed
+// and the error is ctx's cause or the writer's.
 func Run(ctx context.Context, cmd *exec.Cmd, c vm.Command) (int, error) {
+	return run(ctx, cmd, c, patience)
+}
+
+func run(ctx context.Context, cmd *exec.Cmd, c vm.Command, patience time.Duration) (int, error) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
 	if c.TTY != nil {
+		c.Stdout = vm.Watched(c.Stdout, cancel)
 		return runTTY(ctx, cmd, c)
 	}
-	cmd.Stdout, cmd.Stderr = c.Stdout, c.Stderr
+	var outputs []*output
+	for _, stream := range []struct {
+		to    io.Writer
+		local *io.Writer
+	}{{c.Stdout, &cmd.Stdout}, {c.Stderr, &cmd.Stderr}} {
+		if _, direct := stream.to.(*os.File); direct || stream.to == nil {
+			*stream.local = stream.to
+			continue
+		}
+		o, err := newOutput(vm.Watched(stream.to, cancel), patience)
+		if err != nil {
+			return 0, err
+		}
+		defer o.close()
+		*stream.local = o.in
+		outputs = append(outputs, o)
+	}
 	if c.Stdin == nil {
-		return wait(ctx, cmd, nil)
+		return wait(ctx, cmd, outputs, nil)
 	}
 	if f, ok := c.Stdin.(*os.File); ok {
 		cmd.Stdin = f
-		return wait(ctx, cmd, nil)
+		return wait(ctx, cmd, outputs, nil)
 	}
 	// Not cmd.Stdin: Wait would block on a reader that never ends although
 	// the command has.
@@ -37,10 +66,68 @@ func Run(ctx context.Context, cmd *exec.Cmd, c vm.Command) (int, error) {
 	if err != nil {
 		return 0, err
 	}
-	return wait(ctx, cmd, func() {
+	return wait(ctx, cmd, outputs, func() {
 		_, _ = io.Copy(w, c.Stdin) // the command may stop reading when it likes
 		_ = w.Close()
 	})
+}
+
+// output is the pipe from a process to a writer. os/exec has such pipes too, but
+// gives the writer only a fixed time after the end of the process: a disk that
+// stalls would cost a stream its last bytes.
+type output struct {
+	to       io.Writer
+	in, out  *os.File
+	patience time.Duration
+	exited   atomic.Bool
+	ended    chan struct{}
+}
+
+func newOutput(to io.Writer, patience time.Duration) (*output, error) {
+	out, in, err := os.Pipe()
+	if err != nil {
+		return nil, err
+	}
+	return &output{to: to, in: in, out: out, patience: patience, ended: make(chan struct{})}, nil
+}
+
+func (o *output) close() { _, _ = o.in.Close(), o.out.Close() } // closed twice after a good end
+
+// copy writes what comes until all who hold the other end are gone or, once the
+// process has exited, silent.
+func (o *output) copy() {
+	defer close(o.ended)
+	buf := make([]byte, 64<<10)
+	for {
+		if o.exited.Load() {
+			_ = o.out.SetReadDeadline(time.Now().Add(o.patience))
+		}
+		n, err := o.out.Read(buf)
+		if n > 0 {
+			if _, err := o.to.Write(buf[:n]); err != nil {
+				return // the writer's owner was told
+			}
+		}
+		if err != nil {
+			return
+		}
+	}
+}
+
+// drain waits until what the process wrote has arrived.
+func (o *output) drain(ctx context.Context) {
+	o.exited.Store(true)
+	_ = o.out.SetReadDeadline(time.Now().Add(o.patience)) // for a read that waits already
+	select {
+	case <-o.ended:
+		return
+	case <-ctx.Done():
+	}
+	_ = o.out.Close()
+	select {
+	case <-o.ended:
+	case <-time.After(o.patience): // the writer is stuck
+	}
 }
 
 // runTTY gives the process a terminal of its own, so that raw mode and
@@ -63,7 +150,7 @@ func runTTY(ctx context.Context, cmd *exec.Cmd, c vm.Command) (int, error) {
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Setctty: true}
 
 	output := make(chan struct{})
-	code, err := wait(ctx, cmd, func() {
+	code, err := wait(ctx, cmd, nil, func() {
 		_ = slave.Close()
 		go func() {
 			defer close(output)
@@ -105,8 +192,7 @@ func runTTY(ctx context.Context, cmd *exec.Cmd, c vm.Command) (int, error) {
 
 // wait starts cmd, runs started (if any) beside it, and kills cmd when ctx
 // ends. Only a process that ran and exited yields a code.
-func wait(ctx context.Context, cmd *exec.Cmd, started func()) (int, error) {
-	cmd.WaitDelay = 5 * time.Second
+func wait(ctx context.Context, cmd *exec.Cmd, outputs []*output, started func()) (int, error) {
 	if ctx.Err() != nil {
 		return 0, context.Cause(ctx)
 	}
@@ -122,10 +208,17 @@ func wait(ctx context.Context, cmd *exec.Cmd, started func()) (int, error) {
 		case <-done:
 		}
 	}()
+	for _, o := range outputs {
+		_ = o.in.Close()
+		go o.copy()
+	}
 	if started != nil {
 		go started()
 	}
 	err := cmd.Wait()
+	for _, o := range outputs {
+		o.drain(ctx)
+	}
 	if ctx.Err() != nil {
 		return 0, context.Cause(ctx)
 	}

@@ -435,10 +435,23 @@ func (d *Driver) Start(ctx context.Context, name string) error {
 			}
 		}
 		cmd := exec.Command(argv[0], argv[1:]...)
-		r.DoorPort, r.ExecutorPort = strconv.Itoa(r.HostPort), freePort()
+		// Its own ports are the machine's for as long as it runs.
+		door := r.HostPort
 		if r.HostPort == 0 {
-			r.DoorPort = freePort()
+			port, held, err := HoldPort()
+			if err != nil {
+				return err
+			}
+			defer func() { _ = held.Close() }()
+			door, cmd.ExtraFiles = port, append(cmd.ExtraFiles, held)
 		}
+		executor, held, err := HoldPort()
+		if err != nil {
+			return err
+		}
+		defer func() { _ = held.Close() }()
+		cmd.ExtraFiles = append(cmd.ExtraFiles, held)
+		r.DoorPort, r.ExecutorPort = strconv.Itoa(door), strconv.Itoa(executor)
 		cmd.Env = d.env(r, "")
 		cmd.Dir = d.Root(name)
 		cmd.Stdout, cmd.Stderr = console, console
@@ -450,15 +463,6 @@ func (d *Driver) Start(ctx context.Context, name string) error {
 		go func() { _ = cmd.Wait() }() // reap it, should this process live on
 		return d.save(r)
 	})
-}
-
-func freePort() string {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		return "0"
-	}
-	defer func() { _ = l.Close() }()
-	return strconv.Itoa(l.Addr().(*net.TCPAddr).Port)
 }
 
 func (d *Driver) env(r record, term string) []string {

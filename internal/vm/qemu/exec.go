@@ -92,7 +92,10 @@ func (d *Driver) Exec(ctx context.Context, name string, c vm.Command) (int, erro
 		return 0, fmt.Errorf("open a session: %w", err)
 	}
 	defer func() { _ = session.Close() }()
-	session.Stdout, session.Stderr = c.Stdout, c.Stderr
+	// The session itself waits for the command, which waits for its reader.
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	session.Stdout, session.Stderr = vm.Watched(c.Stdout, cancel), vm.Watched(c.Stderr, cancel)
 	if c.TTY != nil {
 		if err := requestTerminal(session, c.TTY); err != nil {
 			return 0, err
@@ -122,6 +125,9 @@ func (d *Driver) Exec(ctx context.Context, name string, c vm.Command) (int, erro
 	go func() { result <- session.Wait() }()
 	select {
 	case err = <-result:
+		if ctx.Err() != nil { // it may have ended over that
+			return 0, context.Cause(ctx)
+		}
 	case <-ctx.Done():
 		return 0, errors.Join(context.Cause(ctx), kill(session))
 	}

@@ -348,6 +348,13 @@ func (s *suite) exec(t *testing.T) {
 	if code, err := s.Driver.Exec(s.ctx(t), spec.Name, vm.Command{Argv: []string{"/bin/sh", "-c", "exit 3"}, Stdin: pr}); err != nil || code != 3 {
 		t.Errorf("with an endless input: %d, %v", code, err)
 	}
+	// A command ends when nobody takes its output, which never ends.
+	full := errors.New("no space")
+	begun := time.Now()
+	code, err = s.Driver.Exec(s.ctx(t), spec.Name, vm.Command{Argv: []string{"/bin/sh", "-c", "exec cat /dev/zero"}, Stdout: &failing{after: 64 << 10, err: full}})
+	if !errors.Is(err, full) || time.Since(begun) > s.Patience {
+		t.Errorf("with an output that takes no more: %d, %v", code, err)
+	}
 	// A command that closed its output is still awaited.
 	if code, err := s.Driver.Exec(s.ctx(t), spec.Name, vm.Command{Argv: []string{"/bin/sh", "-c", "exec >&- 2>&-; sleep 0.3; exit 9"}}); err != nil || code != 9 {
 		t.Errorf("with its output closed: %d, %v", code, err)
@@ -379,6 +386,19 @@ func (s *suite) streams(t *testing.T) {
 	if err != nil || code != 0 || !bytes.Equal(both.Sum(nil), want[:]) {
 		t.Fatalf("both at once: sha256 %x, %d, %v; want %x", both.Sum(nil), code, err, want)
 	}
+}
+
+// failing takes some bytes, and then no more.
+type failing struct {
+	after int
+	err   error
+}
+
+func (f *failing) Write(p []byte) (int, error) {
+	if f.after -= len(p); f.after < 0 {
+		return 0, f.err
+	}
+	return len(p), nil
 }
 
 func (s *suite) cancel(t *testing.T) {
