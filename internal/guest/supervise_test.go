@@ -24,6 +24,7 @@ import (
 	"hermes-box-lite/internal/guest/secrets"
 	"hermes-box-lite/internal/guest/supervise"
 	"hermes-box-lite/internal/mcp"
+	"hermes-box-lite/internal/vm/fake"
 )
 
 // TestMain removes what buildOnce made.
@@ -98,7 +99,7 @@ func newBox(t *testing.T, mode string) *box {
 		}
 	}
 	b := &box{t: t, l: l, hb: progs.hb, log: &syncBuffer{}}
-	door, executor := guesttest.FreePort(t), guesttest.FreePort(t)
+	door, executor := holdPort(t), holdPort(t)
 	b.door = "http://127.0.0.1:" + strconv.Itoa(door)
 	b.env = []string{
 		"PATH=" + os.Getenv("PATH"), layout.RootVar + "=" + l.Path(""),
@@ -106,6 +107,17 @@ func newBox(t *testing.T, mode string) *box {
 		supervise.ExecutorPortVar + "=" + strconv.Itoa(executor),
 	}
 	return b
+}
+
+// holdPort returns a port that is the test's until it ends.
+func holdPort(t *testing.T) int {
+	t.Helper()
+	port, held, err := fake.HoldPort()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = held.Close() })
+	return port
 }
 
 func (b *box) provisioned() *box {
@@ -140,10 +152,8 @@ func (b *box) supervise() *box {
 				b.t.Logf("executor:\n%s", data)
 			}
 		}
-		for _, pid := range b.starts() {
-			if err := syscall.Kill(pid, 0); err == nil {
-				b.t.Errorf("executor %d outlives its supervisor", pid)
-			}
+		for _, pid := range b.alive() {
+			b.t.Errorf("executor %d outlives its supervisor", pid)
 		}
 		if _, err := os.Stat(filepath.Join(b.l.Home(), ".executor/stub-double")); err == nil {
 			b.t.Error("two executors ran at once")
@@ -224,6 +234,7 @@ func (b *box) starts() []int {
 	return pids
 }
 
+// alive are those of them that run. One that nobody has reaped does not.
 func (b *box) alive() []int {
 	var pids []int
 	for _, pid := range b.starts() {

@@ -5,7 +5,6 @@ package guesttest
 
 import (
 	"fmt"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -41,15 +40,4 @@ func InstallExecutor(t testing.TB, l layout.Layout, stub string) {
 	if err := os.Symlink(stub, filepath.Join(bin, "executor")); err != nil {
 		t.Fatal(err)
 	}
-}
-
-// FreePort returns a loopback port that nobody uses at the moment.
-func FreePort(t testing.TB) int {
-	t.Helper()
-	ln, err := net.Listen("tcp4", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = ln.Close() }()
-	return ln.Addr().(*net.TCPAddr).Port
 }
