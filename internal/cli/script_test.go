@@ -18,7 +18,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync/atomic"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -137,16 +137,55 @@ func TestScript(t *testing.T) {
 	})
 }
 
-// portsOf hands out ranges of ports, so that scripts that run side by side
-// with registries of their own do not take each other's.
-var portRanges atomic.Int64
+// portRanges hands out ranges of ports. The port behind each is held for as long
+// as this process lives: so whatever shares the network with it, other tests
+// here or another run of this very package, takes other ranges.
+var portRanges struct {
+	sync.Mutex
+	next   int
+	guards []net.Listener
+}
 
 const portsPerScript = 12
 
+// nextPorts returns a range that is the caller's. All are below the ports that
+// the kernel gives to connections.
 func nextPorts() (lo, hi int) {
-	// Other runs of this very package start elsewhere.
-	lo = 9000 + (os.Getpid()%19)*1200 + int(portRanges.Add(1)-1)*portsPerScript
-	return lo, lo + portsPerScript - 1
+	portRanges.Lock()
+	defer portRanges.Unlock()
+	const first, end = 9000, 32000
+	for lo = max(first, portRanges.next); lo+portsPerScript < end; lo = portRanges.next {
+		guard := lo + portsPerScript
+		portRanges.next = guard + 1
+		l, err := net.Listen("tcp4", net.JoinHostPort("127.0.0.1", strconv.Itoa(guard)))
+		if err == nil {
+			portRanges.guards = append(portRanges.guards, l)
+			return lo, guard - 1
+		}
+	}
+	panic("all ranges of ports are in use")
+}
+
+// TestPortsOfAnotherRun has another run of the package use the network, too. It
+// is not parallel, so that nothing here takes a range meanwhile.
+func TestPortsOfAnotherRun(t *testing.T) {
+	guard := func(lo int) (net.Listener, error) {
+		return net.Listen("tcp4", net.JoinHostPort("127.0.0.1", strconv.Itoa(lo+portsPerScript)))
+	}
+	lo, hi := nextPorts()
+	if l, err := guard(lo); err == nil {
+		_ = l.Close()
+		t.Errorf("%d to %d: another run would take them, too", lo, hi)
+	}
+	for range 2 {
+		theirs := hi + 2
+		if l, err := guard(theirs); err == nil { // else there really is another run
+			t.Cleanup(func() { _ = l.Close() })
+			if lo, hi = nextPorts(); lo <= theirs {
+				t.Errorf("%d to %d: another run has them", lo, hi)
+			}
+		}
+	}
 }
 
 // baseSettings is the box.env that a test starts from.
@@ -296,6 +335,7 @@ func secretsIn(dir string) map[string][]byte {
 // checkHint reports whether a hint is a command that exists.
 func checkHint(hint string) error {
 	if file, ok := strings.CutPrefix(hint, "less "); ok {
+		file = strings.Trim(file, "'") // a path that a shell must not split
 		_, err := os.Stat(file)
 		return err
 	}
