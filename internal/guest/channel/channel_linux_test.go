@@ -185,7 +185,10 @@ func TestBytesArriveAsTheyAre(t *testing.T) {
 // keeps its output open.
 func TestADaemonKeepsNobodyWaiting(t *testing.T) {
 	c := serve(t).connect(t)
-	out, err := open(t, c).Output(encode(t, "sh", "-c", "setsid sleep 60 & echo $!"))
+	// The command ends when its child has a session of its own: earlier the child
+	// would belong to what ends with the command.
+	out, err := open(t, c).Output(encode(t, "sh", "-c",
+		`setsid sleep 60 & until [ "$(cut -d ' ' -f 6 /proc/$!/stat)" = $! ]; do sleep 0.01; done; echo $!`))
 	pid, convErr := strconv.Atoi(strings.TrimSpace(string(out)))
 	if err != nil || convErr != nil {
 		t.Fatalf("%q, %v", out, err)
