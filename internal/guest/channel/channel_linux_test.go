@@ -18,6 +18,7 @@ import (
 
 	"golang.org/x/crypto/ssh"
 
+	"hermes-box-lite/internal/process"
 	"hermes-box-lite/internal/wire"
 )
 
@@ -181,21 +182,26 @@ func TestBytesArriveAsTheyAre(t *testing.T) {
 	}
 }
 
-// TestADaemonKeepsNobodyWaiting has a command leave a process behind that
-// keeps its output open.
+// TestADaemonKeepsNobodyWaiting has a command leave two processes behind that
+// keep its output open. The daemon, which has a session of its own before the
+// command ends, lives on; the other one ends with the command.
 func TestADaemonKeepsNobodyWaiting(t *testing.T) {
 	c := serve(t).connect(t)
-	// The command ends when its child has a session of its own: earlier the child
-	// would belong to what ends with the command.
 	out, err := open(t, c).Output(encode(t, "sh", "-c",
-		`setsid sleep 60 & until [ "$(cut -d ' ' -f 6 /proc/$!/stat)" = $! ]; do sleep 0.01; done; echo $!`))
-	pid, convErr := strconv.Atoi(strings.TrimSpace(string(out)))
-	if err != nil || convErr != nil {
+		`setsid sleep 60 & until [ "$(cut -d ' ' -f 6 /proc/$!/stat)" = $! ]; do sleep 0.01; done; echo $!; sleep 60 & echo $!`))
+	pids := strings.Fields(string(out))
+	if err != nil || len(pids) != 2 {
 		t.Fatalf("%q, %v", out, err)
 	}
-	if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
-		t.Errorf("the daemon did not live on: %v", err)
+	awaitEnd(t, pids[1])
+	daemon, err := strconv.Atoi(pids[0])
+	if err != nil {
+		t.Fatal(err)
 	}
+	if st, err := process.ReadStat(daemon); err != nil || st.Dead() {
+		t.Errorf("the daemon did not live on: %+v, %v", st, err)
+	}
+	_ = syscall.Kill(daemon, syscall.SIGKILL)
 }
 
 // TestACommandEndsWithItsClient kills whole sessions: by the client's request,
