@@ -7,6 +7,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io/fs"
 	"net"
 	"os"
@@ -61,6 +62,15 @@ func TestMachine(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Logf("first start with KVM to be tried: %s", time.Since(begin).Round(time.Second))
+	// Root in the guest does not fill the host's disk by way of its console.
+	const much = 1 << 20
+	say := fmt.Sprintf("head -c %d /dev/zero | tr '\\0' x >/dev/console", much)
+	if code, err := d.Exec(ctx, spec.Name, vm.Command{Argv: []string{"/bin/sh", "-c", say}}); err != nil || code != 0 {
+		t.Errorf("writing to the console: %d, %v", code, err)
+	}
+	if info, err := os.Stat(filepath.Join(d.dir(spec.Name), "console.log")); err != nil || info.Size() > much/2 {
+		t.Errorf("the console's file: %v, %v", info, err)
+	}
 	m, err := d.Inspect(ctx, spec.Name)
 	if err != nil {
 		t.Fatal(err)

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"os/exec"
@@ -55,7 +56,11 @@ func (d *Driver) Start(ctx context.Context, name string) error {
 		return fmt.Errorf("%s is left-over storage without a record", d.dir(name))
 	}
 	if r.QEMU.Alive() {
-		return d.awaitChannel(ctx, r, d.emulated)
+		err := d.awaitChannel(ctx, r, d.emulated)
+		if err == nil {
+			d.muteConsole(ctx, name)
+		}
+		return err
 	}
 	if err := end(ctx, r.Passt); err != nil {
 		return err
@@ -94,9 +99,18 @@ func (d *Driver) boot(ctx context.Context, r *record, accel string, limit time.D
 	if err != nil {
 		cleanup, cancel := context.WithTimeout(context.WithoutCancel(ctx), 30*time.Second)
 		defer cancel()
-		err = errors.Join(err, end(cleanup, r.QEMU), end(cleanup, r.Passt))
+		return errors.Join(err, end(cleanup, r.QEMU), end(cleanup, r.Passt))
 	}
-	return err
+	d.muteConsole(ctx, r.Name)
+	return nil
+}
+
+// muteConsole lets the file of a console that is no longer of interest grow no
+// more: root in the guest could fill the host's disk with it. Should QEMU refuse,
+// all goes on as before.
+func (d *Driver) muteConsole(ctx context.Context, name string) {
+	null := map[string]any{"type": "null", "data": map[string]any{}}
+	_ = d.monitor(ctx, name, command{"chardev-change", map[string]any{"id": "console", "backend": null}})
 }
 
 // launch starts the processes of the machine.
@@ -268,8 +282,17 @@ func (d *Driver) lastWords(name string) string {
 }
 
 func lastLine(path string) string {
-	data, _ := os.ReadFile(path)
-	data = bytes.TrimSpace(data[max(0, len(data)-4096):])
+	f, err := os.Open(path)
+	if err != nil {
+		return ""
+	}
+	defer func() { _ = f.Close() }()
+	const tail = 4096 // bytes; who writes it is not to be trusted with more
+	if info, err := f.Stat(); err == nil {
+		_, _ = f.Seek(max(0, info.Size()-tail), io.SeekStart)
+	}
+	data, _ := io.ReadAll(io.LimitReader(f, tail))
+	data = bytes.TrimSpace(data)
 	if i := bytes.LastIndexByte(data, '\n'); i >= 0 {
 		data = data[i+1:]
 	}
