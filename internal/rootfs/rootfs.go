@@ -209,7 +209,7 @@ func (s *Store) packDirectory(ctx context.Context, dir string, note func(string)
 	defer func() { _ = os.Remove(tmp.Name()) }() // gone already when it was renamed
 	out := bufio.NewWriterSize(contextWriter{ctx, io.MultiWriter(tmp, sum)}, 1<<20)
 	tw := tar.NewWriter(out)
-	err = errors.Join(tw.AddFS(os.DirFS(dir)), tw.Close(), out.Flush(), tmp.Close())
+	err = errors.Join(tw.AddFS(os.DirFS(dir)), tw.Close(), out.Flush(), tmp.Sync(), tmp.Close())
 	if err != nil {
 		return vm.Base{}, err
 	}
@@ -342,6 +342,9 @@ func (s *Store) publish(ctx context.Context, path string, r io.Reader) error {
 		return err
 	}
 	_, err = io.Copy(tmp, contextReader{ctx, r})
+	if err == nil {
+		err = tmp.Sync() // its name says that it is whole, after a crash, too
+	}
 	if err = errors.Join(err, tmp.Close()); err != nil {
 		return errors.Join(err, os.Remove(tmp.Name()))
 	}
