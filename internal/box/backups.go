@@ -79,6 +79,9 @@ func (m *Manager) NewestBackups(boxes []Status) (map[string]Backup, error) {
 	var readers errgroup.Group // none of them fails
 	readers.SetLimit(runtime.GOMAXPROCS(0))
 	for _, s := range boxes {
+		if s.State == StateForeign {
+			continue // of the name it may have, archives are another's
+		}
 		readers.Go(func() error {
 			if b, ok := m.newestOf(s.Name, s.rec, byBox[s.Name]); ok {
 				mu.Lock()

@@ -232,10 +232,17 @@ func (m *Manager) Running(ctx context.Context, name string) (Record, error) {
 		}
 		var locked *LockedError
 		starting := false
-		if held, err := m.home.locked(name); err == nil && held {
+		held, err := m.home.locked(name)
+		if err == nil && held {
 			starting = m.home.holder(name).Verb == "start"
 		}
-		if machine.OwnerID == rec.OwnerID && machine.State == vm.Running && !starting {
+		// It may run for a save only, which stops it in the end; one that was
+		// killed leaves that to the next one, unless the box is started.
+		toStop := rec.Operation != nil && rec.Operation.Stop
+		if toStop && held {
+			m.opts.Report.Note(fmt.Sprintf("%s runs for a %s only, which stops it when it ends", name, rec.Operation.Verb))
+		}
+		if machine.OwnerID == rec.OwnerID && machine.State == vm.Running && !starting && (held || !toStop) {
 			// A wrong clock is no reason to keep anybody out; the doctor tells.
 			_ = m.syncClock(ctx, m.guest(drv, name, nil), machine.Isolation)
 			return rec, nil

@@ -220,16 +220,20 @@ func (m *Manager) notApplied(rec Record) []string {
 	return out
 }
 
-// Remove deletes a box. The caller has asked for confirmation.
-func (m *Manager) Remove(ctx context.Context, name string) (err error) {
-	mu, err := m.beginExisting(name, "rm")
+// Remove deletes a box. The caller has looked it up and asked for confirmation;
+// another box that has got its name since is left alone.
+func (m *Manager) Remove(ctx context.Context, asked Record) (err error) {
+	mu, err := m.beginExisting(asked.Name, "rm")
 	if err != nil {
 		return err
 	}
 	defer func() { err = mu.end(err) }()
+	if mu.rec.OwnerID != asked.OwnerID {
+		return fmt.Errorf("rm %s: nothing was removed: meanwhile the name has become that of another box", asked.Name)
+	}
 	drv, err := m.driver(ctx, mu.rec)
 	if err != nil {
-		return &CleanupError{Name: name, Driver: mu.rec.Driver, Err: err}
+		return &CleanupError{Name: asked.Name, Driver: mu.rec.Driver, Err: err}
 	}
 	if err := mu.enter(ctx, "remove"); err != nil {
 		return err
@@ -248,10 +252,13 @@ func (m *Manager) Lookup(name string) (Record, error) {
 // Names returns the names of all boxes of this host.
 func (m *Manager) Names() ([]string, error) { return m.registry.names() }
 
+// StateForeign is that of a machine that is not ours, whatever its name.
+const StateForeign = "foreign"
+
 // Status is one line of `box ls`.
 type Status struct {
 	Name        string
-	State       string // creating, running, stopped, interrupted, unknown; foreign for machines that are not ours
+	State       string // creating, running, stopped, interrupted, unknown, or StateForeign
 	Driver      string
 	Isolation   string
 	ExecutorURL string // without a token; "" when not exposed
@@ -346,7 +353,7 @@ func (m *Manager) listEngine(ctx context.Context, engine string, recs []Record, 
 	if all && err == nil {
 		for _, machine := range machines {
 			list = append(list, Status{
-				Name: machine.Name, State: "foreign", Driver: engine, Isolation: string(machine.Isolation),
+				Name: machine.Name, State: StateForeign, Driver: engine, Isolation: string(machine.Isolation),
 				Note: "not a box of this host; " + string(machine.State),
 			})
 		}
@@ -432,7 +439,7 @@ func interruptedCreation(rec Record, gone bool) string {
 func finisher(rec Record) string {
 	switch {
 	case filepath.IsAbs(rec.Source):
-		return "box load " + shellWord(rec.Source) + " " + rec.Name
+		return "box load " + ShellWord(rec.Source) + " " + rec.Name
 	case rec.Source != "":
 		return "box fork " + rec.Source + " " + rec.Name
 	}
@@ -441,8 +448,8 @@ func finisher(rec Record) string {
 
 var plainWord = regexp.MustCompile(`^[A-Za-z0-9@%_+=:,./-]+$`)
 
-// shellWord quotes a path for a shell.
-func shellWord(s string) string {
+// ShellWord quotes a path for a shell.
+func ShellWord(s string) string {
 	if plainWord.MatchString(s) {
 		return s
 	}

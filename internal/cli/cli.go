@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"os/signal"
 	"path/filepath"
@@ -71,11 +72,15 @@ func Main(p Program) int {
 	if p.HB == nil {
 		p.HB = func() ([]byte, error) { return hbbin.Binary(runtime.GOARCH) }
 	}
+	a := &app{Program: p, secret: secret, term: newTerminal(p.Stdin, p.Stdout, p.Stderr)}
 	ctx, cancel := context.WithCancelCause(context.Background())
 	defer cancel(nil)
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, syscall.SIGHUP, syscall.SIGINT, syscall.SIGTERM)
 	defer signal.Stop(signals)
+	// With it a write that nobody reads (`| head`, a tee that Ctrl-C ended
+	// first) fails; without, it would end us in the midst of the work.
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
 	go func() {
 		first, ok := (<-signals).(syscall.Signal)
 		if !ok {
@@ -83,10 +88,10 @@ func Main(p Program) int {
 		}
 		cancel(signalError{first})
 		second := (<-signals).(syscall.Signal)
+		a.term.restore()
 		os.Exit(exitSignal + int(second))
 	}()
 
-	a := &app{Program: p, secret: secret, term: newTerminal(p.Stdin, p.Stdout, p.Stderr)}
 	root := a.rootCommand()
 	root.SetArgs(p.Args)
 	root.SetIn(p.Stdin)
@@ -139,6 +144,9 @@ func (a *app) conclude(ctx context.Context, err error) int {
 	if errors.As(err, &exit) {
 		return exit.code
 	}
+	if hungUp(err) {
+		return exitSignal + int(syscall.SIGPIPE) // as a filter ends, without a word
+	}
 	a.term.fail(err, hintsOf(err))
 	var sig signalError
 	var cleanup *box.CleanupError
@@ -172,6 +180,13 @@ func (a *app) conclude(ctx context.Context, err error) int {
 	return exitFailed
 }
 
+// hungUp tells an output of ours that nobody reads any more.
+func hungUp(err error) bool {
+	var path *fs.PathError
+	return errors.As(err, &path) && errors.Is(path.Err, syscall.EPIPE) &&
+		(path.Path == os.Stdout.Name() || path.Path == os.Stderr.Name())
+}
+
 // making reports whether the command that failed was to make a box: a machine
 // that it then misses is no wrong name.
 func making(err error) bool {
@@ -198,7 +213,7 @@ func hintsOf(err error) []string {
 			}
 		}
 		if step.Transcript != "" {
-			hints = append(hints, "less "+step.Transcript)
+			hints = append(hints, "less "+box.ShellWord(step.Transcript))
 		}
 	}
 	if errors.Is(err, box.ErrNotFound) {

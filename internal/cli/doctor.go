@@ -68,10 +68,14 @@ func printReport(w io.Writer, checks []wire.Check) {
 }
 
 // printFaults shows what a failed new or repair found, on stderr.
-func (a *app) printFaults(report wire.Report) {
+func (a *app) printFaults(m *box.Manager, name string, report wire.Report) {
+	_, err := m.Lookup(name)
 	var faults []wire.Check
 	for _, c := range report.Checks {
 		if c.Status == wire.Fail {
+			if errors.Is(err, box.ErrNotFound) {
+				c.Fix = "" // it would be a command for a box that is no more
+			}
 			faults = append(faults, c)
 		}
 	}

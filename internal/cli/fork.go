@@ -44,7 +44,7 @@ When it fails, the machine that this very command made is removed.`,
 			report, err := m.Fork(cmd.Context(), args[0], args[1], o)
 			a.term.done()
 			if err != nil {
-				a.printFaults(report)
+				a.printFaults(m, args[1], report)
 				return err
 			}
 			_, err = fmt.Fprintf(a.Stdout, `%[2]s has the state of %[1]s.

@@ -52,7 +52,7 @@ doctor. It may install newer releases. A deliberate pause (hb down) stays.`,
 			report, err := m.Repair(cmd.Context(), args[0])
 			a.term.done()
 			if err != nil {
-				a.printFaults(report)
+				a.printFaults(m, args[0], report)
 			}
 			return err
 		},
@@ -77,7 +77,8 @@ of the same name that is not ours is left alone.`,
 				return err
 			}
 			name := args[0]
-			if _, err := m.Lookup(name); err != nil {
+			rec, err := m.Lookup(name)
+			if err != nil {
 				return err
 			}
 			if !force {
@@ -85,7 +86,7 @@ of the same name that is not ours is left alone.`,
 					return err
 				}
 			}
-			return m.Remove(cmd.Context(), name)
+			return m.Remove(cmd.Context(), rec)
 		},
 	}
 	cmd.Flags().BoolVar(&force, "force", false, "do not ask")

@@ -44,7 +44,7 @@ tokens work once, so two live copies of a state burn each other.`,
 			report, err := m.Load(cmd.Context(), args[0], args[1], o)
 			a.term.done()
 			if err != nil {
-				a.printFaults(report)
+				a.printFaults(m, args[1], report)
 				return err
 			}
 			_, err = fmt.Fprintf(a.Stdout, `%[1]s has the state of the archive.

@@ -33,7 +33,7 @@ else; a transcript is kept. --keep-on-failure keeps the machine too.`,
 			report, err := m.New(cmd.Context(), name, o)
 			a.term.done()
 			if err != nil {
-				a.printFaults(report)
+				a.printFaults(m, name, report)
 				return err
 			}
 			rec, err := m.Lookup(name)

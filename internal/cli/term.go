@@ -34,6 +34,7 @@ type terminal struct {
 	live   bool // stderr is a terminal
 
 	mu      sync.Mutex
+	undo    func() // what was done to the terminal; nil: nothing
 	step    string
 	started time.Time
 	stop    chan struct{}
@@ -245,7 +246,26 @@ func (t *terminal) hideTyping() (show func(), err error) {
 	if err := unix.IoctlSetTermios(fd, setTermios, &hidden); err != nil {
 		return nil, fmt.Errorf("prepare the terminal: %w", err)
 	}
-	return func() { _ = unix.IoctlSetTermios(fd, setTermios, before) }, nil
+	return t.restoredBy(func() { _ = unix.IoctlSetTermios(fd, setTermios, before) }), nil
+}
+
+// restoredBy remembers how the terminal becomes again what it was; the returned
+// function does that.
+func (t *terminal) restoredBy(undo func()) func() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.undo = undo
+	return t.restore
+}
+
+// restore makes the terminal again what it was, once.
+func (t *terminal) restore() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.undo != nil {
+		t.undo()
+		t.undo = nil
+	}
 }
 
 // interactive reports whether a command can be given a terminal: both ends
@@ -285,10 +305,11 @@ func (t *terminal) raw() (tty *vm.TTY, restore func(), err error) {
 			}
 		}
 	}()
+	restore = t.restoredBy(func() { _ = term.Restore(fd, old) })
 	return &vm.TTY{Term: termName(os.Getenv("TERM")), Size: size(), Resize: resize}, func() {
 		signal.Stop(changed)
 		close(stop)
-		_ = term.Restore(fd, old)
+		restore()
 	}, nil
 }
 
