@@ -153,6 +153,10 @@ func (r *run) installNode(ctx context.Context) error {
 		}
 		return r.nodeFromRegistry(ctx)
 	}
+	// Or else every source below would seem to be of no help.
+	if err := r.finishInterrupted(ctx); err != nil {
+		return err
+	}
 	err := r.nodeFromNodeSource(ctx)
 	if err == nil {
 		return nil
@@ -192,6 +196,9 @@ func (r *run) nodeFromNodeSource(ctx context.Context) error {
 		return err
 	}
 	err = r.aptInstall(ctx, []string{"nodejs"})
+	if ctx.Err() != nil {
+		return err // what may be half done is finished from this source
+	}
 	if err != nil {
 		// A source that does not work would spoil every later update.
 		return errors.Join(err, os.Remove(nodeSourceList), os.Remove(nodeSourceKey))
@@ -200,6 +207,9 @@ func (r *run) nodeFromNodeSource(ctx context.Context) error {
 }
 
 func (r *run) nodeFromDistribution(ctx context.Context) error {
+	if err := r.finishInterrupted(ctx); err != nil {
+		return err
+	}
 	defer r.aptClean(context.WithoutCancel(ctx))
 	if err := r.aptUpdate(ctx); err != nil {
 		return err

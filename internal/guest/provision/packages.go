@@ -2,11 +2,15 @@ package provision
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
+	"time"
 )
 
 // systemPackages are what a box needs of its distribution.
@@ -67,18 +71,82 @@ func packages(ctx context.Context, r *run) error {
 
 // installed returns the names of the distribution's installed packages.
 func (r *run) installed(ctx context.Context) (map[string]bool, error) {
-	out, err := r.quiet(r.command(ctx, "dpkg-query", "-W", "-f", "${db:Status-Status} ${Package}\n"))
+	byStatus, err := r.packageNames(ctx)
 	if err != nil {
 		return nil, err
 	}
 	have := map[string]bool{}
-	for line := range strings.Lines(out) {
-		if status, name, ok := strings.Cut(strings.TrimSpace(line), " "); ok && status == "installed" {
-			have[name] = true
-		}
+	for _, name := range byStatus["installed"] {
+		have[name] = true
 	}
 	return have, nil
 }
+
+// packageNames returns the packages that dpkg knows, by their status.
+func (r *run) packageNames(ctx context.Context) (map[string][]string, error) {
+	out, err := r.quiet(r.command(ctx, "dpkg-query", "-W", "-f", "${db:Status-Status} ${Package}\n"))
+	if err != nil {
+		return nil, err
+	}
+	byStatus := map[string][]string{}
+	for line := range strings.Lines(out) {
+		if status, name, ok := strings.Cut(strings.TrimSpace(line), " "); ok {
+			byStatus[status] = append(byStatus[status], name)
+		}
+	}
+	return byStatus, nil
+}
+
+// unfinished reports whether dpkg was ended amid its work, as apt judges it, or
+// amid a package. While that is so, apt-get installs nothing.
+func (r *run) unfinished(ctx context.Context) (bool, error) {
+	journal, err := os.ReadDir(r.l.Path("/var/lib/dpkg/updates"))
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return false, err
+	}
+	for _, e := range journal {
+		if strings.Trim(e.Name(), "0123456789") == "" {
+			return true, nil
+		}
+	}
+	byStatus, err := r.packageNames(ctx)
+	if err != nil {
+		return false, err
+	}
+	for status := range byStatus {
+		switch status {
+		case "installed", "config-files", "not-installed":
+		default:
+			return true, nil
+		}
+	}
+	return false, nil
+}
+
+// finishInterrupted ends what an interrupted installation has left.
+func (r *run) finishInterrupted(ctx context.Context) error {
+	if unfinished, err := r.unfinished(ctx); err != nil || !unfinished {
+		return err
+	}
+	r.note("finishing an installation that was interrupted")
+	if err := r.loud(r.command(ctx, "dpkg", "--force-confdef", "--force-confold", "--configure", "-a")); err != nil {
+		r.note("%v", err) // it may want packages that were not unpacked yet
+	}
+	if unfinished, err := r.unfinished(ctx); err != nil || !unfinished {
+		return err
+	}
+	defer r.aptClean(context.WithoutCancel(ctx))
+	if err := r.aptUpdate(ctx); err != nil {
+		return err
+	}
+	if err := r.apt(ctx, "--fix-broken", "install"); err != nil {
+		return explain(fmt.Errorf("finish an installation that was interrupted: %w", err), "the distribution's package servers", "")
+	}
+	return nil
+}
+
+// aptPatience is how long apt-get may go on after it was interrupted.
+const aptPatience = 10 * time.Second
 
 func (r *run) apt(ctx context.Context, args ...string) error {
 	options := []string{
@@ -95,12 +163,29 @@ func (r *run) apt(ctx context.Context, args ...string) error {
 		// dpkg's syncs only cost time, a lot of it in an emulated machine.
 		options = append(options, "-o", "Dpkg::Options::=--force-unsafe-io")
 	}
-	return r.loud(r.command(ctx, "apt-get", append(options, args...)...))
+	cmd := r.command(ctx, "apt-get", append(options, args...)...)
+	// Interrupted alone, apt-get lets dpkg come to its end and then stops
+	// (tried with apt 2.6); a dpkg that is killed leaves packages half done.
+	kill := cmd.Cancel
+	var late *time.Timer
+	cmd.Cancel = func() error {
+		late = time.AfterFunc(aptPatience, func() { _ = kill() })
+		return cmd.Process.Signal(syscall.SIGINT)
+	}
+	cmd.WaitDelay += aptPatience
+	err := r.loud(cmd)
+	if late != nil {
+		late.Stop()
+	}
+	return err
 }
 
 // aptInstall installs or upgrades packages and leaves neither lists nor
 // downloads behind.
 func (r *run) aptInstall(ctx context.Context, names []string) error {
+	if err := r.finishInterrupted(ctx); err != nil {
+		return err
+	}
 	defer r.aptClean(context.WithoutCancel(ctx))
 	if err := r.aptUpdate(ctx); err != nil {
 		return err
@@ -124,7 +209,7 @@ func (r *run) aptClean(ctx context.Context) {
 	if err := r.loud(r.command(ctx, "apt-get", "clean")); err != nil {
 		r.note("%v", err)
 	}
-	lists, _ := filepath.Glob("/var/lib/apt/lists/*") // the pattern is constant
+	lists, _ := filepath.Glob(r.l.Path("/var/lib/apt/lists/*")) // the pattern is sound
 	for _, l := range lists {
 		if base := filepath.Base(l); base != "lock" && base != "partial" {
 			if err := os.RemoveAll(l); err != nil {
