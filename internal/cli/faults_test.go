@@ -9,6 +9,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"hash/fnv"
 	"io/fs"
 	"maps"
 	"net"
@@ -40,10 +41,11 @@ const (
 )
 
 // An ordinary run takes one of so many cells, the same ones each time: a test
-// that fails on some days only tells of the day, not of the change.
+// that fails on some days only tells of the day, not of the change. Of this seed
+// they are of all verbs and all kinds.
 const (
 	faultsSample = 40
-	faultsSeed   = 14
+	faultsSeed   = 6
 )
 
 // faultWorkers is more than there are processors: much of a cell is waiting.
@@ -802,6 +804,15 @@ func faultsChosen() (one, seed int, named string) {
 	return one, seed, named
 }
 
+// inSample reports whether a cell is in the sample of one of so many that the
+// seed names. It depends on nothing but the cell's name: which points a verb
+// reaches, and in which order, varies a little.
+func inSample(name string, one, seed int) bool {
+	h := fnv.New32a()
+	_, _ = h.Write([]byte(name))
+	return int(h.Sum32())%one == seed%one
+}
+
 // TestFaults interrupts every mutating verb at every point that it reaches, in
 // every way, and looks at what it and the next commands make of it.
 func TestFaults(t *testing.T) {
@@ -811,21 +822,20 @@ func TestFaults(t *testing.T) {
 	one, seed, named := faultsChosen()
 	rigs := makeRigs(t, 2)
 	points := learnAll(t, rigs, verbs)
-	var cells []faultCell
+	var chosen []faultCell
+	total := 0
 	for i, v := range verbs {
 		for _, p := range points[i] {
 			for k, kind := range kinds {
-				if kind.applies(p) && strings.Contains(v.title+"/"+p+"/"+kind.title, named) {
-					cells = append(cells, faultCell{i, p, k})
+				name := v.title + "/" + p + "/" + kind.title
+				if !kind.applies(p) || !strings.Contains(name, named) {
+					continue
+				}
+				total++
+				if inSample(name, one, seed) {
+					chosen = append(chosen, faultCell{i, p, k})
 				}
 			}
-		}
-	}
-	total := len(cells)
-	var chosen []faultCell
-	for i, c := range cells {
-		if i%one == seed%one {
-			chosen = append(chosen, c)
 		}
 	}
 	// Those that wait come first, so that at the end nobody waits for them alone.
@@ -893,7 +903,8 @@ func TestFaults(t *testing.T) {
 	if one == 1 {
 		fmt.Println(summary)
 	}
-	if unreached > len(chosen)/50 {
+	// A small sample may have a few cells of points that are not always reached.
+	if unreached > max(3, len(chosen)/50) {
 		t.Errorf("%d of %d cells prove nothing: their point was not reached", unreached, len(chosen))
 	}
 }
