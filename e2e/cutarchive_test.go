@@ -69,7 +69,15 @@ func TestCutArchive(t *testing.T) {
 			}
 			h.plaintext(marker, alpha)
 			eventually(t, time.Minute, "Executor as before", func() error {
-				if c := check(t, h.doctor(alpha, 0), "executor.process"); c.Status != wire.Pass {
+				r := h.box("doctor", alpha, "--json")
+				if r.code != 0 {
+					return fmt.Errorf("%s", r)
+				}
+				var report wire.Report
+				if err := wire.DecodeStrict([]byte(r.stdout), &report); err != nil {
+					return fmt.Errorf("%w: %s", err, r)
+				}
+				if c := check(t, report, "executor.process"); c.Status != wire.Pass {
 					return fmt.Errorf("%+v", c)
 				}
 				return nil

@@ -10,6 +10,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/http/httptrace"
 	"strconv"
 	"strings"
 	"sync"
@@ -178,7 +179,7 @@ func whoMayWhat(t *testing.T, name, address, agent, operator string) {
 func streams(t *testing.T, address, token string) {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
-	do := func(method, session, body string) (*http.Response, error) {
+	do := func(ctx context.Context, method, session, body string) (*http.Response, error) {
 		req, err := http.NewRequestWithContext(ctx, method, "http://"+address+"/mcp", strings.NewReader(body))
 		if err != nil {
 			return nil, err
@@ -197,7 +198,7 @@ func streams(t *testing.T, address, token string) {
 	}
 	must := func(want int, method, session, body string) http.Header {
 		t.Helper()
-		resp, err := do(method, session, body)
+		resp, err := do(ctx, method, session, body)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -209,9 +210,12 @@ func streams(t *testing.T, address, token string) {
 	}
 	session := must(200, http.MethodPost, "", `{"jsonrpc":"2.0","id":1,"method":"initialize","params":{"protocolVersion":"2025-06-18","capabilities":{},"clientInfo":{"name":"e2e","version":"1"}}}`).Get("Mcp-Session-Id")
 	must(202, http.MethodPost, session, `{"jsonrpc":"2.0","method":"notifications/initialized"}`)
-	ended := make(chan error, 1)
+	ended, sent := make(chan error, 1), make(chan struct{})
+	wrote := sync.OnceFunc(func() { close(sent) })
 	go func() {
-		stream, err := do(http.MethodGet, session, "")
+		stream, err := do(httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{
+			WroteRequest: func(httptrace.WroteRequestInfo) { wrote() },
+		}), http.MethodGet, session, "")
 		if err != nil {
 			ended <- err
 			return
@@ -224,6 +228,11 @@ func streams(t *testing.T, address, token string) {
 		_, err = io.Copy(io.Discard, stream.Body)
 		ended <- err
 	}()
+	select {
+	case <-sent:
+	case err := <-ended:
+		t.Fatalf("no stream: %v", err)
+	}
 	for i := range 20 {
 		must(200, http.MethodPost, session, fmt.Sprintf(`{"jsonrpc":"2.0","id":%d,"method":"ping"}`, i+2))
 	}

@@ -95,8 +95,9 @@ func (h *home) afterKill(name string) (explained bool) {
 	return explained
 }
 
-// TestKilled ends box by SIGKILL 26 times, in new, save, load and rm, each time
-// looks at what is left, and has the next command get over it.
+// TestKilled ends box by SIGKILL 30 times, in new, save, load and rm, each time
+// looks at what is left, and has the next command get over it. A few commands
+// may be quicker than that, and a load may be past its last point before.
 func TestKilled(t *testing.T) {
 	h := newHome(t, nil)
 	other := h.bystander("other")
@@ -123,11 +124,11 @@ func TestKilled(t *testing.T) {
 		kill("new", at, 0, "new", name)
 	}
 	// And so does rm, also over what a killed rm has left.
-	for _, delay := range []time.Duration{0, 50 * time.Millisecond, 150 * time.Millisecond, 300 * time.Millisecond, 600 * time.Millisecond} {
+	for _, ms := range []time.Duration{0, 20, 50, 100, 150, 300, 600} {
 		if h.recorded(name) == "" {
 			kill("new", "start", 0, "new", name)
 		}
-		kill("rm", "remove", delay, "rm", name, "--force")
+		kill("rm", "remove", ms*time.Millisecond, "rm", name, "--force")
 	}
 	if h.recorded(name) != "" {
 		h.must("rm", name, "--force")
@@ -144,8 +145,10 @@ func TestKilled(t *testing.T) {
 		delay time.Duration
 	}{
 		{"look at the state", 0},
+		{"look at the state", 50 * time.Millisecond},
 		{"save", 0},
 		{"save: pack Executor's data", 0},
+		{"save: pack Executor's data", 100 * time.Millisecond},
 		{"save: pack the state", 0},
 		{"save: pack the state", 300 * time.Millisecond},
 		{"save: verify", 0},
