@@ -360,7 +360,7 @@ func (a *app) provision(ctx context.Context, emit *wire.Emitter) error {
 	if runErr == nil {
 		runErr = a.closeSecrets(ctx, emit)
 	}
-	release()
+	runErr = errors.Join(runErr, release())
 	_, err = supervise.Ask(context.WithoutCancel(ctx), a.layout, supervise.OpReload, statusWait)
 	if errors.Is(err, supervise.ErrNoSupervisor) {
 		err = nil

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -58,14 +59,45 @@ func (a *app) holdsState() error {
 	return err
 }
 
-// hold keeps Executor down for a while. Without a supervisor nothing runs
-// that could be disturbed.
-func (a *app) hold(ctx context.Context) (release func(), err error) {
-	release, err = supervise.HoldExecutor(ctx, a.layout, downWait)
-	if errors.Is(err, supervise.ErrNoSupervisor) {
-		return func() {}, nil
+// holdPatience is how long a worker may take that is there and does not answer
+// yet: it may have an Executor to end first.
+const holdPatience = 30 * time.Second
+
+// errHoldLost: a new worker starts Executor.
+var errHoldLost = errors.New("the supervisor ended meanwhile, so that Executor may have run; try again")
+
+// hold keeps Executor down for a while. A supervisor whose worker has just
+// died has the next one up soon; where none comes, nothing but this process
+// must begin one meanwhile.
+func (a *app) hold(ctx context.Context) (release func() error, _ error) {
+	for start := time.Now(); ; {
+		end, err := supervise.HoldExecutor(ctx, a.layout, downWait)
+		if err == nil {
+			return func() error {
+				if !end() {
+					return errHoldLost
+				}
+				return nil
+			}, nil
+		}
+		if !errors.Is(err, supervise.ErrNoSupervisor) {
+			return nil, err
+		}
+		if time.Since(start) >= supervisorPatience {
+			release, standErr := supervise.StandIn(a.layout)
+			if !errors.Is(standErr, supervise.ErrAnotherWorker) {
+				return release, standErr
+			}
+			if time.Since(start) >= holdPatience {
+				return nil, fmt.Errorf("%w; try again", err)
+			}
+		}
+		select {
+		case <-ctx.Done():
+			return nil, context.Cause(ctx)
+		case <-time.After(supervisorPoll):
+		}
 	}
-	return release, err
 }
 
 // unpackCommand fills a new box with the gzip stream on standard input; events
@@ -86,7 +118,8 @@ func (a *app) unpackCommand() *cobra.Command {
 			if err != nil {
 				return wire.StateResult{}, fmt.Errorf("hold Executor: %w", err)
 			}
-			defer release()
+			// The marker keeps Executor down whatever becomes of the supervisor.
+			defer func() { _ = release() }()
 			return pack.Unpack(ctx, a.layout, size, freshLogins, a.stdin)
 		})
 	}))

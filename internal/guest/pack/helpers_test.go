@@ -172,7 +172,7 @@ func request() wire.PackRequest {
 	return wire.PackRequest{Protocol: wire.Protocol, Box: "alpha", Time: time.Date(2026, 3, 4, 5, 6, 7, 0, time.UTC), Lineage: strings.Repeat("0f", 16)}
 }
 
-func noHold(context.Context) (func(), error) { return func() {}, nil }
+func noHold(context.Context) (func() error, error) { return func() error { return nil }, nil }
 
 // packed is what Pack wrote, read back.
 type packed struct {

@@ -88,8 +88,9 @@ func Plan(ctx context.Context, l layout.Layout) (wire.StatePlan, error) {
 	return *p.plan, nil
 }
 
-// Hold stops Executor until release is called.
-type Hold func(ctx context.Context) (release func(), err error)
+// Hold stops Executor until release is called, whose error says that Executor
+// was not held all the time.
+type Hold func(ctx context.Context) (release func() error, err error)
 
 // Pack writes the gzip stream of the state to w. Executor is held, by hold,
 // while its own data is read.
@@ -118,7 +119,9 @@ func Pack(ctx context.Context, l layout.Layout, req wire.PackRequest, hold Hold,
 	}
 	held := time.Now()
 	err = p.walk(executorData())
-	release()
+	if releaseErr := release(); releaseErr != nil {
+		err = errors.Join(fmt.Errorf("hold Executor: %w", releaseErr), err)
+	}
 	pause := time.Since(held)
 	if err == nil {
 		p.step("pack the state")

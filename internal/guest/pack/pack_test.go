@@ -261,16 +261,17 @@ func TestHold(t *testing.T) {
 		put(t, filepath.Join(l.Home(), name), "{}")
 	}
 	held := 0
-	p := packHeld(t, l, func(context.Context) (func(), error) {
+	p := packHeld(t, l, func(context.Context) (func() error, error) {
 		held++
 		put(t, filepath.Join(l.Home(), ".executor/while"), "held")
-		return func() {
+		return func() error {
 			held--
 			// Whatever is read from here on sees this.
 			put(t, late, "late")
 			put(t, filepath.Join(l.Home(), ".bbb"), "late")
 			put(t, filepath.Join(l.Home(), ".local/share/other"), "late")
 			put(t, filepath.Join(l.Home(), ".executor/data"), "late")
+			return nil
 		}, nil
 	})
 	if held != 0 {
@@ -296,7 +297,10 @@ func TestHold(t *testing.T) {
 		firstOther = firstOther || !executors
 	}
 	refused := errors.New("no")
-	if _, err := packWith(l, func(context.Context) (func(), error) { return nil, refused }); !errors.Is(err, refused) {
+	if _, err := packWith(l, func(context.Context) (func() error, error) { return func() error { return refused }, nil }); !errors.Is(err, refused) {
+		t.Errorf("a hold that was lost: %v", err)
+	}
+	if _, err := packWith(l, func(context.Context) (func() error, error) { return nil, refused }); !errors.Is(err, refused) {
 		t.Errorf("a hold that fails: %v", err)
 	}
 }
@@ -351,7 +355,7 @@ func TestExecutorIsNoDirectory(t *testing.T) {
 				}
 			}
 			make(first)
-			if _, err := packWith(l, func(context.Context) (func(), error) { return func() { make(second) }, nil }); err != nil {
+			if _, err := packWith(l, func(context.Context) (func() error, error) { return func() error { make(second); return nil }, nil }); err != nil {
 				t.Errorf("%s, then %s: %v", first, second, err)
 			}
 		}
@@ -465,8 +469,8 @@ func TestReusedInode(t *testing.T) {
 	if err := os.MkdirAll(l.Workspace(), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	p := packHeld(t, l, func(context.Context) (func(), error) {
-		return func() {
+	p := packHeld(t, l, func(context.Context) (func() error, error) {
+		return func() error {
 			if err := errors.Join(os.Remove(a), os.Remove(b)); err != nil {
 				t.Fatal(err)
 			}
@@ -488,6 +492,7 @@ func TestReusedInode(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
+			return nil
 		}, nil
 	})
 	if now.Ino != old.Ino {
@@ -544,9 +549,9 @@ func TestDocuments(t *testing.T) {
 	// The file is whole once pack has had time to see that it is not.
 	timer := time.AfterFunc(documentPause/2, func() { put(t, being, whole) })
 	defer timer.Stop()
-	p := packHeld(t, l, func(context.Context) (func(), error) {
+	p := packHeld(t, l, func(context.Context) (func() error, error) {
 		timer.Reset(documentPause / 2)
-		return func() {}, nil
+		return func() error { return nil }, nil
 	})
 	if got := p.content[homeEntry+"/.claude.json"]; got != whole {
 		t.Errorf("%q", got)
@@ -565,9 +570,9 @@ func TestCancelledPack(t *testing.T) {
 	cause := errors.New("enough")
 	ctx, cancel := context.WithCancelCause(context.Background())
 	released := false
-	_, err := Pack(ctx, l, request(), func(context.Context) (func(), error) {
+	_, err := Pack(ctx, l, request(), func(context.Context) (func() error, error) {
 		cancel(cause)
-		return func() { released = true }, nil
+		return func() error { released = true; return nil }, nil
 	}, discard{}, wire.NewEmitter(discard{}))
 	if !errors.Is(err, cause) || !released {
 		t.Errorf("%v, released %t", err, released)

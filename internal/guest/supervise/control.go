@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
+	"syscall"
 	"time"
 
 	"hermes-box-lite/internal/guest/layout"
@@ -142,19 +143,21 @@ func Ask(ctx context.Context, l layout.Layout, op Op, wait time.Duration) (Respo
 }
 
 func exchange(ctx context.Context, conn net.Conn, req request) (Response, error) {
-	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
-	defer stop()
 	if err := conn.SetDeadline(time.Now().Add(time.Duration(req.WaitMS)*time.Millisecond + 10*time.Second)); err != nil {
 		return Response{}, err
 	}
+	// After the other deadline, which must not take the place of this one.
+	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
+	defer stop()
 	line, err := json.Marshal(req)
 	if err != nil {
 		return Response{}, err
 	}
-	if _, err := conn.Write(append(line, '\n')); err != nil {
-		return Response{}, fmt.Errorf("%w: %w", ErrNoSupervisor, err)
+	var answer []byte
+	_, err = conn.Write(append(line, '\n'))
+	if err == nil {
+		answer, err = bufio.NewReader(io.LimitReader(conn, wire.MaxLine)).ReadBytes('\n')
 	}
-	answer, err := bufio.NewReader(io.LimitReader(conn, wire.MaxLine)).ReadBytes('\n')
 	if err != nil {
 		if ctx.Err() != nil {
 			return Response{}, context.Cause(ctx)
@@ -172,8 +175,9 @@ func exchange(ctx context.Context, conn net.Conn, req request) (Response, error)
 }
 
 // HoldExecutor stops Executor and keeps it down until release is called or the
-// calling program ends, however it ends. A pause stays a pause.
-func HoldExecutor(ctx context.Context, l layout.Layout, wait time.Duration) (release func(), err error) {
+// calling program ends, however it ends. A pause stays a pause. The hold ends
+// with the supervisor's worker too: release reports whether it was still held.
+func HoldExecutor(ctx context.Context, l layout.Layout, wait time.Duration) (release func() (held bool), err error) {
 	conn, err := dialControl(ctx, l)
 	if err != nil {
 		return nil, err
@@ -181,16 +185,70 @@ func HoldExecutor(ctx context.Context, l layout.Layout, wait time.Duration) (rel
 	if _, err := exchange(ctx, conn, request{OpHold, int(wait / time.Millisecond)}); err != nil {
 		return nil, errors.Join(err, conn.Close())
 	}
-	return func() { _ = conn.Close() }, nil
+	return func() bool {
+		defer func() { _ = conn.Close() }()
+		return isOpen(conn)
+	}, nil
 }
 
+// isOpen asks the kernel, without waiting, whether the other end of an idle
+// connection is there. A process has closed its ends before another can see
+// that it is gone.
+func isOpen(conn net.Conn) bool {
+	sc, ok := conn.(syscall.Conn)
+	if !ok {
+		return false
+	}
+	raw, err := sc.SyscallConn()
+	if err != nil {
+		return false
+	}
+	var b [1]byte
+	var peekErr error
+	err = raw.Control(func(fd uintptr) {
+		_, _, peekErr = syscall.Recvfrom(int(fd), b[:], syscall.MSG_PEEK|syscall.MSG_DONTWAIT)
+	})
+	return err == nil && errors.Is(peekErr, syscall.EAGAIN)
+}
+
+// StandIn keeps Executor down where no worker lives: none can begin until
+// release is called or the calling program ends. What a dead worker has left
+// of Executor is ended, as the next worker would. The error is
+// ErrAnotherWorker when there is a worker after all.
+func StandIn(l layout.Layout) (release func() error, err error) {
+	if err := os.MkdirAll(l.Run(), 0o700); err != nil {
+		return nil, err
+	}
+	lock, err := lockWorker(l)
+	if err != nil {
+		return nil, err
+	}
+	if _, err := endOrphan(l); err != nil {
+		return nil, errors.Join(err, lock.Close())
+	}
+	return lock.Close, nil
+}
+
+// acceptPause is between two tries to accept a connection, where the system is
+// short of something.
+const acceptPause = 200 * time.Millisecond
+
 // serveControl answers until the listener is closed.
-func (w *worker) serveControl(ctx context.Context, ln net.Listener) error {
-	for {
+func (w *worker) serveControl(ctx context.Context, ln net.Listener) {
+	for said := ""; ctx.Err() == nil; {
 		conn, err := ln.Accept()
-		if err != nil {
-			return err
+		if errors.Is(err, net.ErrClosed) {
+			return
 		}
+		if err != nil {
+			if said != err.Error() {
+				said = err.Error()
+				w.log.Printf("control socket: %v", err)
+			}
+			sleep(ctx, acceptPause)
+			continue
+		}
+		said = ""
 		go w.answer(ctx, conn)
 	}
 }
@@ -261,6 +319,9 @@ func (w *worker) perform(ctx context.Context, op Op) (Response, error) {
 func (w *worker) hold(ctx context.Context, conn net.Conn) {
 	err := w.exec.acquireHold(ctx)
 	defer w.exec.releaseHold()
+	if errors.Is(ctx.Err(), context.Canceled) {
+		return // this worker ends: who asks waits for the next one
+	}
 	resp := Response{OK: err == nil, Status: w.exec.status()}
 	if err != nil {
 		resp.Error = err.Error()

@@ -9,5 +9,5 @@
 // happen under one mutex and an orphan of a killed worker is ended first; a
 // pause that is durable and decided under the same mutex; a running Executor
 // only counts as up after the full MCP handshake. What is asked of it: the
-// verbs of hb, through Ask and HoldExecutor.
+// verbs of hb, through Ask, HoldExecutor and StandIn.
 package supervise

@@ -90,11 +90,7 @@ func Worker(ctx context.Context, l layout.Layout, owner string, logger *log.Logg
 	var running sync.WaitGroup
 	running.Go(func() { w.exec.loop(ctx) })
 	running.Go(func() { w.serveDoor(ctx, server) })
-	go func() {
-		if err := w.serveControl(ctx, control); ctx.Err() == nil {
-			logger.Printf("control socket: %v", err)
-		}
-	}()
+	go w.serveControl(ctx, control)
 	<-ctx.Done()
 	_ = server.Close()  // streams last for ever: there is nothing to wait for
 	_ = control.Close() // status answers to nobody from here
