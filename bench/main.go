@@ -127,7 +127,7 @@ func save(tree, file string) error {
 		return err
 	}
 	request := wire.PackRequest{Protocol: wire.Protocol, Box: "bench", Time: time.Now().UTC(), Lineage: strings.Repeat("0", 32)}
-	hold := func(context.Context) (func(), error) { return func() {}, nil }
+	hold := func(context.Context) (func() error, error) { return func() error { return nil }, nil }
 	_, err = backup.Save(context.Background(), backup.SaveOptions{
 		Path: file, Box: "bench", Passphrase: p, Limits: archive.DefaultLimits(),
 		Source: func(ctx context.Context, w io.Writer) error {
