@@ -99,16 +99,54 @@ func isAt(path string) bool {
 // its shared memory file; where only the log is left, opening would create
 // one, which a doctor does not do.
 func Check(ctx context.Context, path string) (wire.Status, string) {
-	options := "mode=ro"
 	if exists(path + "-wal") {
 		if !exists(path + "-shm") {
 			return wire.Info, "has a write-ahead log that its program has yet to recover"
 		}
-	} else {
-		// Nobody has a WAL database open without a log, and immutable keeps
-		// SQLite from making one.
-		options += "&immutable=1"
+		return quickCheck(ctx, path, "mode=ro")
 	}
+	if isHot(path + "-journal") {
+		return wire.Info, "has a journal that its program has yet to finish or to roll back"
+	}
+	before, err := os.Lstat(path)
+	if err != nil {
+		return wire.Info, err.Error()
+	}
+	// Nobody has a WAL database open without a log, and immutable keeps
+	// SQLite from making one. It also makes it see neither locks nor journals,
+	// so that what was written meanwhile looks damaged.
+	status, detail := quickCheck(ctx, path, "mode=ro&immutable=1")
+	if status == wire.Fail && writtenSince(path, before) {
+		return wire.Info, "was written meanwhile"
+	}
+	return status, detail
+}
+
+// isHot tells whether a rollback journal is one that counts: there is something
+// in it, and its header was not zeroed (file format, section 3).
+func isHot(journal string) bool {
+	f, err := os.OpenFile(journal, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
+	if err != nil {
+		return false
+	}
+	defer func() { _ = f.Close() }()
+	if info, err := f.Stat(); err != nil || !info.Mode().IsRegular() {
+		return false
+	}
+	var first [1]byte
+	n, _ := f.ReadAt(first[:], 0)
+	return n == 1 && first[0] != 0
+}
+
+// writtenSince tells whether the database is another than it was before, or is
+// about to be.
+func writtenSince(path string, before fs.FileInfo) bool {
+	now, err := os.Lstat(path)
+	return err != nil || !os.SameFile(before, now) || now.Size() != before.Size() || !now.ModTime().Equal(before.ModTime()) ||
+		isHot(path+"-journal") || exists(path+"-wal")
+}
+
+func quickCheck(ctx context.Context, path, options string) (wire.Status, string) {
 	ctx, cancel := context.WithTimeout(ctx, checkLimit)
 	defer cancel()
 	db, err := sql.Open("sqlite", URI(path)+"?"+options+"&_pragma=busy_timeout(2000)")
