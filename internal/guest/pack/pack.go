@@ -190,6 +190,10 @@ func readSmall(path string) ([]byte, error) {
 		return nil, err
 	}
 	defer func() { _ = f.Close() }()
+	// A pipe that the agent keeps open for writing would be waited for.
+	if info, err := f.Stat(); err != nil || !info.Mode().IsRegular() {
+		return nil, errors.Join(errors.New("not a file"), err)
+	}
 	data, err := io.ReadAll(io.LimitReader(f, wire.MaxDocument+1))
 	if err == nil && len(data) > wire.MaxDocument {
 		err = errors.New("too large")

@@ -564,6 +564,23 @@ func TestDocuments(t *testing.T) {
 	}
 }
 
+// A pipe in the place of the runtime manifest, which somebody keeps open, is
+// not waited for.
+func TestPipeForTheRuntimeManifest(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "manifest")
+	if err := syscall.Mkfifo(path, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	writer, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = writer.Close() }()
+	if data, err := readSmall(path); err == nil {
+		t.Errorf("%q", data)
+	}
+}
+
 func TestCancelledPack(t *testing.T) {
 	l := newBox(t)
 	put(t, filepath.Join(l.Workspace(), "f"), "x")

@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 
 	"hermes-box-lite/internal/guest/layout"
 )
@@ -189,12 +190,17 @@ func (r *run) linkHermes() error {
 	return fmt.Errorf("the installer left no launcher (looked for %s)", strings.Join(candidates, ", "))
 }
 
+// readBounded reads a file where the agent may have put anything: it waits for
+// no pipe and follows no link.
 func readBounded(path string, limit int64) ([]byte, error) {
-	f, err := os.Open(path)
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
 	if err != nil {
 		return nil, err
 	}
 	defer func() { _ = f.Close() }()
+	if fi, err := f.Stat(); err != nil || !fi.Mode().IsRegular() {
+		return nil, errors.Join(fmt.Errorf("%s is not a file", path), err)
+	}
 	data, err := io.ReadAll(io.LimitReader(f, limit+1))
 	if err == nil && int64(len(data)) > limit {
 		err = fmt.Errorf("%s has more than %d bytes", path, limit)

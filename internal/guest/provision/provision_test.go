@@ -17,6 +17,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -712,6 +713,34 @@ func TestToldVersionsAreNotAskedForAgain(t *testing.T) {
 		runs, _ := os.ReadFile(filepath.Join(dir, name+".runs")) // none when it was not run
 		if got := strings.Count(string(runs), "run"); got != want {
 			t.Errorf("%s was run %d times, want %d", name, got, want)
+		}
+	}
+}
+
+// Where the agent may put anything, root waits for no pipe and follows no link.
+func TestManifestThatIsNoFile(t *testing.T) {
+	l := fakeBox(t)
+	path := l.RuntimeManifest()
+	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	m := wire.RuntimeManifest{HB: "1.2.3", Tools: []wire.ToolVersion{}}
+	for name, put := range map[string]func() error{
+		"a pipe": func() error { return syscall.Mkfifo(path, 0o600) },
+		"a link": func() error { return os.Symlink("/dev/zero", path) },
+	} {
+		if err := put(); err != nil {
+			t.Fatal(err)
+		}
+		if err := PublishManifest(t.Context(), l, m); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		fi, err := os.Lstat(path)
+		if err != nil || !fi.Mode().IsRegular() {
+			t.Errorf("%s: %v, %v", name, fi, err)
+		}
+		if err := os.Remove(path); err != nil {
+			t.Fatal(err)
 		}
 	}
 }

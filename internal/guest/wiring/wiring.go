@@ -31,6 +31,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"syscall"
 	"time"
 
 	"hermes-box-lite/internal/atomicfile"
@@ -226,21 +227,21 @@ const utf8Mark = "\xef\xbb\xbf"
 
 // readConfig returns nil for a missing file. It does not wait for pipes.
 func readConfig(path string) ([]byte, error) {
-	fi, err := os.Stat(path)
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
 	}
 	if err != nil {
 		return nil, err
 	}
-	if !fi.Mode().IsRegular() {
-		return nil, fmt.Errorf("%s is not a file", path)
-	}
-	f, err := os.Open(path)
+	defer func() { _ = f.Close() }()
+	fi, err := f.Stat() // of what was opened: the agent may replace it at any time
 	if err != nil {
 		return nil, err
 	}
-	defer func() { _ = f.Close() }()
+	if !fi.Mode().IsRegular() {
+		return nil, fmt.Errorf("%s is not a file", path)
+	}
 	data, err := io.ReadAll(io.LimitReader(f, maxConfig+1))
 	if err != nil {
 		return nil, fmt.Errorf("read %s: %w", path, err)
