@@ -305,11 +305,11 @@ func (t *terminal) raw() (tty *vm.TTY, restore func(), err error) {
 			}
 		}
 	}()
-	restore = t.restoredBy(func() { _ = term.Restore(fd, old) })
+	undo := t.restoredBy(func() { _ = term.Restore(fd, old) })
 	return &vm.TTY{Term: termName(os.Getenv("TERM")), Size: size(), Resize: resize}, func() {
 		signal.Stop(changed)
 		close(stop)
-		restore()
+		undo()
 	}, nil
 }
 
