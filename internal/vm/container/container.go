@@ -364,9 +364,14 @@ func (d *Driver) createArgs(spec vm.Spec, full, label, image string) []string {
 		"--network", full, "--volume", full + ":/data", "--cap-drop", "all",
 		"--pids-limit", "8192", "--stop-timeout", "30",
 	}
+	logs := "json-file"
 	if d.isPodman() {
 		args = append(args, "--no-hosts") // the host's own names are not the guest's business
+		logs = "k8s-file"
 	}
+	// Of the drivers that both engines have, those that can be bounded: what
+	// root in the box writes lands on the host's disk.
+	args = append(args, "--log-driver", logs, "--log-opt", "max-size=1m")
 	for _, c := range capabilities {
 		args = append(args, "--cap-add", c)
 	}

@@ -3,9 +3,14 @@
 package container_test
 
 import (
+	"context"
+	"fmt"
+	"os"
 	"os/exec"
+	"strings"
 	"testing"
 
+	"hermes-box-lite/internal/vm"
 	"hermes-box-lite/internal/vm/container"
 	"hermes-box-lite/internal/vm/vmtest"
 )
@@ -35,4 +40,37 @@ func TestConformance(t *testing.T) {
 			t.Cleanup(func() { podman(t, "volume", "rm", full) })
 		},
 	})
+}
+
+// Root in the box does not fill the host's disk by way of the engine's log.
+func TestLogIsBounded(t *testing.T) {
+	base := vmtest.BaseFromEnv(t)
+	d := container.New("podman")
+	spec := vm.Spec{
+		Name: fmt.Sprintf("log%d", os.Getpid()), OwnerID: strings.Repeat("0d", 16), Base: base, CPUs: 1, MemoryMiB: 256,
+		Workload: []string{"/bin/sh", "-c", "while :; do sleep 1; done"},
+	}
+	t.Cleanup(func() {
+		if err := d.Delete(context.Background(), spec.Name, spec.OwnerID); err != nil {
+			t.Error(err)
+		}
+	})
+	if _, err := d.Create(t.Context(), spec); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Start(t.Context(), spec.Name); err != nil {
+		t.Fatal(err)
+	}
+	const bound = 1 << 20
+	say := fmt.Sprintf("head -c %d /dev/zero | tr '\\0' '\\n' >/proc/1/fd/1", 4*bound)
+	if code, err := d.Exec(t.Context(), spec.Name, vm.Command{Argv: []string{"/bin/sh", "-c", say}}); err != nil || code != 0 {
+		t.Fatalf("%d, %v", code, err)
+	}
+	path, err := exec.Command("podman", "inspect", "--format", "{{.HostConfig.LogConfig.Path}}", "hermes-box-"+spec.Name).Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if info, err := os.Stat(strings.TrimSpace(string(path))); err != nil || info.Size() > bound {
+		t.Errorf("the log: %v, %v", info, err)
+	}
 }
