@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"slices"
 	"syscall"
+	"time"
 
 	"github.com/klauspost/compress/gzip"
 	"golang.org/x/sys/unix"
@@ -74,8 +75,9 @@ func Unpack(ctx context.Context, l layout.Layout, size int64, freshLogins bool, 
 	z.Multistream(false)
 	unpacked := stream.Ahead(z) // decompressing and writing go on side by side
 	defer unpacked.Stop()
+	stop := syncMeanwhile(dir)
 	summary, err := archive.Read(unpacked, archive.DefaultLimits(), extractor)
-	if err != nil {
+	if err = errors.Join(err, stop()); err != nil {
 		return wire.StateResult{}, err
 	}
 	if err := context.Cause(ctx); err != nil {
@@ -96,6 +98,29 @@ func Unpack(ctx context.Context, l layout.Layout, size int64, freshLogins bool, 
 	return wire.StateResult{
 		Stream: hex.EncodeToString(sum.Sum(nil)), Entries: summary.Entries, Bytes: summary.Bytes, Digest: summary.Digest, Dropped: dropped,
 	}, nil
+}
+
+// syncMeanwhile has the disk write while the state is unpacked, so that the
+// sync in the end has less to wait for. stop returns an error of the disk: it is
+// told once to a descriptor, syncfs(2), so the sync in the end may not tell it.
+func syncMeanwhile(dir *os.File) (stop func() error) {
+	const pause = time.Second
+	quit, ended := make(chan struct{}), make(chan error, 1)
+	go func() {
+		for {
+			select {
+			case <-quit:
+				ended <- nil
+				return
+			case <-time.After(pause):
+				if err := unix.Syncfs(int(dir.Fd())); err != nil {
+					ended <- fmt.Errorf("sync: %w", err)
+					return
+				}
+			}
+		}
+	}()
+	return func() error { close(quit); return <-ended }
 }
 
 func clearData(l layout.Layout) error {
