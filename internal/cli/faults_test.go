@@ -44,8 +44,8 @@ const (
 // that fails on some days only tells of the day, not of the change. Of this seed
 // they are of all verbs and all kinds.
 const (
-	faultsSample = 40
-	faultsSeed   = 6
+	faultsSample = 66
+	faultsSeed   = 0
 )
 
 // faultWorkers is more than there are processors: much of a cell is waiting.
