@@ -172,27 +172,24 @@ func (x *Extractor) settled() error {
 
 // write makes a file, has it filled and gives it its metadata.
 func (x *Extractor) write(dir *openDir, base string, e *Entry, fill func(*os.File) error) error {
-	f, err := openat(dir.fd, base, unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL)
+	fd, err := openat(dir.fd, base, unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL)
 	if err != nil {
 		return err
 	}
+	f := os.NewFile(uintptr(fd), base)
 	if err = fill(f); err == nil {
 		err = x.metadata(f, dir, base, e)
 	}
 	return errors.Join(err, f.Close())
 }
 
-// openat opens base of a directory, a link never.
-func openat(dir int, base string, flags int) (*os.File, error) {
-	fd := -1
-	err := uninterrupted(func() (err error) {
+// openat opens base of a directory, a link never. The caller closes it.
+func openat(dir int, base string, flags int) (fd int, err error) {
+	err = uninterrupted(func() (err error) {
 		fd, err = unix.Openat(dir, base, flags|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
 		return err
 	})
-	if err != nil {
-		return nil, os.NewSyscallError("openat", err)
-	}
-	return os.NewFile(uintptr(fd), base), nil
+	return fd, os.NewSyscallError("openat", err)
 }
 
 // uninterrupted tries again what a signal interrupted, as package os does.
@@ -280,7 +277,7 @@ func (x *Extractor) Finish() error {
 			return x.fail(*e, err)
 		}
 	}
-	return x.close()
+	return x.leave(0)
 }
 
 func (x *Extractor) symlink(dir *openDir, base string, e *Entry) error {
@@ -297,10 +294,11 @@ func (x *Extractor) symlink(dir *openDir, base string, e *Entry) error {
 }
 
 func (x *Extractor) finishDir(dir *openDir, base string, e *Entry) error {
-	f, err := openat(dir.fd, base, unix.O_RDONLY|unix.O_DIRECTORY)
+	fd, err := openat(dir.fd, base, unix.O_RDONLY|unix.O_DIRECTORY)
 	if err != nil {
 		return err
 	}
+	f := os.NewFile(uintptr(fd), base)
 	return errors.Join(x.metadata(f, dir, base, e), f.Close())
 }
 
@@ -408,13 +406,9 @@ func (x *Extractor) enter(path string) (*openDir, string, error) {
 		if !isPart(part) {
 			return nil, "", os.NewSyscallError("openat", unix.EINVAL)
 		}
-		fd := -1
-		err := uninterrupted(func() (err error) {
-			fd, err = unix.Openat(dir.fd, part, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
-			return err
-		})
+		fd, err := openat(dir.fd, part, unix.O_RDONLY|unix.O_DIRECTORY)
 		if err != nil {
-			return nil, "", os.NewSyscallError("openat", err)
+			return nil, "", err
 		}
 		dir = &openDir{name: parent[:len(parent)-len(rest)+len(part)], fd: fd}
 		dir.users.Store(1)
@@ -441,13 +435,11 @@ func (x *Extractor) leave(n int) error {
 	return err
 }
 
-func (x *Extractor) close() error { return x.leave(0) }
-
 // Close waits for what is being written and releases what an extraction that is
 // given up holds. After [Extractor.Finish] there is nothing left to do.
 func (x *Extractor) Close() error {
 	x.writing.Wait()
-	return x.close()
+	return x.leave(0)
 }
 
 // fail says which entry an error is about. The error's own path is dropped: it
