@@ -56,11 +56,7 @@ func (d *Driver) Start(ctx context.Context, name string) error {
 		return fmt.Errorf("%s is left-over storage without a record", d.dir(name))
 	}
 	if r.QEMU.Alive() {
-		err := d.awaitChannel(ctx, r, d.emulated)
-		if err == nil {
-			d.muteConsole(ctx, name)
-		}
-		return err
+		return d.awaitChannel(ctx, r, d.emulated)
 	}
 	if err := end(ctx, r.Passt); err != nil {
 		return err
@@ -99,10 +95,9 @@ func (d *Driver) boot(ctx context.Context, r *record, accel string, limit time.D
 	if err != nil {
 		cleanup, cancel := context.WithTimeout(context.WithoutCancel(ctx), 30*time.Second)
 		defer cancel()
-		return errors.Join(err, end(cleanup, r.QEMU), end(cleanup, r.Passt))
+		err = errors.Join(err, end(cleanup, r.QEMU), end(cleanup, r.Passt))
 	}
-	d.muteConsole(ctx, r.Name)
-	return nil
+	return err
 }
 
 // muteConsole lets the file of a console that is no longer of interest grow no
@@ -242,7 +237,8 @@ func pickPort() (int, error) {
 	return port, l.Close()
 }
 
-// awaitChannel returns when commands can be executed. The forwarded port
+// awaitChannel returns when commands can be executed; from then on the console
+// is silent. The forwarded port
 // accepts connections before the guest listens, so only a handshake counts.
 func (d *Driver) awaitChannel(ctx context.Context, r record, limit time.Duration) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, limit, fmt.Errorf("the machine did not answer within %s", limit))
@@ -252,6 +248,7 @@ func (d *Driver) awaitChannel(ctx context.Context, r record, limit time.Duration
 		client, err := dial(attempt, r)
 		done()
 		if err == nil && r.networkAlive() {
+			d.muteConsole(ctx, r.Name)
 			return client.Close()
 		}
 		if !r.QEMU.Alive() {
