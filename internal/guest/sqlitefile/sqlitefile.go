@@ -85,8 +85,14 @@ func Find(roots []string) (paths []string, complete bool) {
 	return paths, complete
 }
 
+// open waits for no pipe and follows no link: whose files these are puts there
+// what it likes.
+func open(path string) (*os.File, error) {
+	return os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
+}
+
 func isAt(path string) bool {
-	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
+	f, err := open(path)
 	if err != nil {
 		return false
 	}
@@ -125,7 +131,7 @@ func Check(ctx context.Context, path string) (wire.Status, string) {
 // isHot tells whether a rollback journal is one that counts: there is something
 // in it, and its header was not zeroed (file format, section 3).
 func isHot(journal string) bool {
-	f, err := os.OpenFile(journal, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
+	f, err := open(journal)
 	if err != nil {
 		return false
 	}
