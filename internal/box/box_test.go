@@ -387,6 +387,38 @@ func TestRegistry(t *testing.T) {
 	}
 }
 
+// impatient presses Ctrl-C as soon as it reads of a step.
+type impatient struct {
+	silent
+	press func()
+}
+
+func (i *impatient) Step(string) { i.press() }
+
+// Whoever is told of a step and ends the command at once finds its trace.
+func TestAnAnnouncedStepIsRecorded(t *testing.T) {
+	m, _ := testManager(t, 17000, 17001)
+	if err := m.registry.put(Record{Name: "alpha", OwnerID: newID(), Driver: "fake", Phase: Ready}); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	m.opts.Report = &impatient{press: cancel}
+	mu, err := m.beginExisting("alpha", "save")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := mu.end(errors.Join(mu.enter(ctx, "look at the state"), ctx.Err())); !errors.Is(err, context.Canceled) {
+		t.Fatal(err)
+	}
+	rec, err := m.registry.get("alpha")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if op := rec.Operation; op == nil || op.Step != "look at the state" || op.Failed {
+		t.Errorf("the journal has %+v", op)
+	}
+}
+
 func TestCheckName(t *testing.T) {
 	for name, ok := range map[string]bool{
 		"a": true, "alpha-2": true, "a" + strings.Repeat("b", 38): true, "a" + strings.Repeat("b", 39): false,

@@ -164,17 +164,16 @@ func (m *Manager) durable(ctx context.Context, point string, work func() error) 
 	return m.opts.Step(ctx, point, work)
 }
 
-// enter records the next step, durably, before it is taken. No step begins
-// after a signal.
+// enter records the next step, durably, before it is announced and taken: who
+// has read of a step may rely on its trace. No step begins after a signal.
 func (mu *mutation) enter(ctx context.Context, step string) error {
 	mu.step = step
 	mu.given = func() bool { return ctx.Err() != nil }
-	mu.m.opts.Report.Step(step)
 	mu.log.line("step %s", step)
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
-	return mu.durable(ctx, step, func() error {
+	err := mu.durable(ctx, step, func() error {
 		if mu.rec.OwnerID == "" {
 			return nil // nothing to attribute yet
 		}
@@ -184,6 +183,11 @@ func (mu *mutation) enter(ctx context.Context, step string) error {
 		mu.rec.Operation = &Operation{Verb: mu.verb, Step: step, Started: mu.began, Stop: mu.stop}
 		return mu.m.registry.put(mu.rec)
 	})
+	if err != nil {
+		return err
+	}
+	mu.m.opts.Report.Step(step)
+	return nil
 }
 
 // durable does a step of this mutation's own.
