@@ -275,16 +275,18 @@ func narrow(only []string, name string) []string {
 // child packs one entry of dir.
 func (p *packer) child(dir *os.File, base, name string, only []string, skip map[string]bool) error {
 	fd := int(dir.Fd())
+	if why := p.excluded(name); why != "" {
+		p.leaveOut(fd, base, name, why)
+		return nil
+	}
+	if p.foreign(fd, base) {
+		p.find(name, "special", "another file system is mounted here")
+		p.leaveOut(fd, base, name, "another file system")
+		return nil
+	}
 	var st unix.Stat_t
 	if err := unix.Fstatat(fd, base, &st, unix.AT_SYMLINK_NOFOLLOW); err != nil {
 		return p.lost(name, err)
-	}
-	if why := p.excluded(name); why != "" {
-		return p.leaveOut(dir, base, name, why, &st)
-	}
-	if st.Dev != p.device {
-		p.find(name, "special", "another file system is mounted here")
-		return p.leaveOut(dir, base, name, "another file system", &st)
 	}
 	if kind := st.Mode & unix.S_IFMT; only != nil && kind != unix.S_IFDIR {
 		if len(only) > 0 {
@@ -319,7 +321,19 @@ func (p *packer) child(dir *os.File, base, name string, only []string, skip map[
 	}
 	kind := map[uint32]string{unix.S_IFSOCK: "a socket", unix.S_IFIFO: "a FIFO", unix.S_IFCHR: "a device", unix.S_IFBLK: "a device"}[st.Mode&unix.S_IFMT]
 	p.find(name, "special", kind)
-	return p.leaveOut(dir, base, name, kind, &st)
+	p.leaveOut(fd, base, name, kind)
+	return nil
+}
+
+// foreign tells whether what is at base belongs to another file system. That
+// one is not asked, as it would be by fstatat(2): the kernel knows the device.
+// A FUSE mount refuses even root, one whose daemon is dead everybody, and a
+// server that is gone never answers.
+func (p *packer) foreign(dir int, base string) bool {
+	const unasked = unix.AT_SYMLINK_NOFOLLOW | unix.AT_NO_AUTOMOUNT | unix.AT_STATX_DONT_SYNC
+	var x unix.Statx_t
+	err := unix.Statx(dir, base, unasked, 0, &x)
+	return err == nil && unix.Mkdev(x.Dev_major, x.Dev_minor) != p.device
 }
 
 // openat opens what is at base and follows no link.
@@ -584,45 +598,37 @@ func (p *packer) count(name string, size int64) {
 }
 
 // leaveOut adds to the plan's list of what stays behind.
-func (p *packer) leaveOut(dir *os.File, base, name, why string, st *unix.Stat_t) error {
+func (p *packer) leaveOut(dir int, base, name, why string) {
 	if p.plan == nil {
-		return nil
+		return
 	}
 	if len(p.plan.LeftOut) == maxLeftOut {
 		p.plan.More++
-		return nil
+		return
 	}
-	size := st.Size
-	if st.Mode&unix.S_IFMT == unix.S_IFDIR {
-		sub, _, err := openat(int(dir.Fd()), base, unix.O_DIRECTORY)
-		if err != nil {
-			return p.lost(name, err)
-		}
-		defer func() { _ = sub.Close() }()
-		size = p.size(sub, 0)
-	}
-	p.plan.LeftOut = append(p.plan.LeftOut, wire.LeftOut{Path: wire.Printable(path.Join("/", name)), Why: why, Bytes: size})
-	return nil
+	p.plan.LeftOut = append(p.plan.LeftOut, wire.LeftOut{Path: wire.Printable(path.Join("/", name)), Why: why, Bytes: p.size(dir, base, 0)})
 }
 
-// size sums up the files below a directory; what cannot be read counts as
-// nothing.
-func (p *packer) size(dir *os.File, depth int) (sum int64) {
-	names, _ := dir.Readdirnames(-1) // see above
-	for _, base := range names {
-		var st unix.Stat_t
-		if unix.Fstatat(int(dir.Fd()), base, &st, unix.AT_SYMLINK_NOFOLLOW) != nil || p.ctx.Err() != nil {
-			continue
-		}
-		if st.Mode&unix.S_IFMT != unix.S_IFDIR {
-			sum += st.Size
-			continue
-		}
-		const deepest = 128
-		if sub, _, err := openat(int(dir.Fd()), base, unix.O_DIRECTORY); err == nil && depth < deepest {
-			sum += p.size(sub, depth+1)
-			_ = sub.Close()
-		}
+// size is that of a file, or of the files below a directory. What cannot be
+// read counts as nothing, and so does another file system: it may be without
+// end.
+func (p *packer) size(dir int, base string, depth int) (sum int64) {
+	const deepest = 128
+	var st unix.Stat_t
+	if p.ctx.Err() != nil || depth > deepest || p.foreign(dir, base) || unix.Fstatat(dir, base, &st, unix.AT_SYMLINK_NOFOLLOW) != nil {
+		return 0
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFDIR {
+		return st.Size
+	}
+	sub, _, err := openat(dir, base, unix.O_DIRECTORY)
+	if err != nil {
+		return 0
+	}
+	defer func() { _ = sub.Close() }()
+	names, _ := sub.Readdirnames(-1) // see above
+	for _, below := range names {
+		sum += p.size(int(sub.Fd()), below, depth+1)
 	}
 	return sum
 }
