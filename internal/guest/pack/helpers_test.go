@@ -6,6 +6,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"database/sql"
+	"errors"
 	"fmt"
 	"io"
 	"io/fs"
@@ -32,11 +33,27 @@ const (
 	holderVerb = "hold-database"
 )
 
+// growing is the name of a database that grows while it should be copied, and
+// cannot be.
+const growing = "growing.db"
+
+// growInstead is the copy of one.
+func growInstead(path string) error {
+	f, err := os.OpenFile(path, os.O_APPEND|os.O_WRONLY, 0)
+	if err != nil {
+		return err
+	}
+	_, err = f.WriteString("the last page")
+	return errors.Join(err, f.Close(), errors.New("it is in use"))
+}
+
 // TestMain lets the test's own binary be the helper that pack runs, and the
 // program that is writing into a database.
 func TestMain(m *testing.M) {
 	var err error
 	switch {
+	case len(os.Args) == 4 && os.Args[1] == SnapshotVerb && filepath.Base(os.Args[2]) == growing:
+		err = growInstead(os.Args[2])
 	case len(os.Args) == 4 && os.Args[1] == SnapshotVerb:
 		err = sqlitefile.Copy(context.Background(), os.Args[2], os.Args[3])
 	case len(os.Args) == 3 && os.Args[1] == writerVerb:

@@ -515,6 +515,16 @@ func (p *packer) content(f *os.File, st *unix.Stat_t, e archive.Entry) error {
 	return nil
 }
 
+// contentNow packs an open file as it is by now: it was looked at a while ago.
+func (p *packer) contentNow(f *os.File, e archive.Entry) error {
+	var now unix.Stat_t
+	if err := unix.Fstat(int(f.Fd()), &now); err != nil {
+		return fmt.Errorf("%s: %w", wire.Printable(e.Name), err)
+	}
+	e.ModTime = time.Unix(now.Mtim.Unix())
+	return p.content(f, &now, e)
+}
+
 // database packs a consistent copy. When there can be none, the file and what
 // lies beside it travel as they are.
 func (p *packer) database(f *os.File, st *unix.Stat_t, e archive.Entry, base string, skip map[string]bool) error {
@@ -525,7 +535,7 @@ func (p *packer) database(f *os.File, st *unix.Stat_t, e archive.Entry, base str
 			return cause
 		}
 		p.find(e.Name, "database", "copied as it is: "+err.Error())
-		return p.content(f, st, e)
+		return p.contentNow(f, e)
 	}
 	defer func() { _ = copied.Close() }()
 	info, err := copied.Stat()
@@ -569,11 +579,7 @@ func (p *packer) document(f *os.File, st *unix.Stat_t, e archive.Entry) error {
 		}
 	}
 	p.find(e.Name, "json", "not valid JSON")
-	var now unix.Stat_t
-	if err := unix.Fstat(int(f.Fd()), &now); err != nil {
-		return fmt.Errorf("%s: %w", wire.Printable(e.Name), err)
-	}
-	return p.content(f, &now, e)
+	return p.contentNow(f, e)
 }
 
 func (p *packer) find(name, kind, detail string) {

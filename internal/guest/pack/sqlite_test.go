@@ -253,6 +253,21 @@ func TestNoCopy(t *testing.T) {
 	}
 }
 
+// TestGrowsWithoutCopy: a database that could not be copied is whole, as large
+// as it has become meanwhile.
+func TestGrowsWithoutCopy(t *testing.T) {
+	l := newBox(t)
+	put(t, filepath.Join(l.Workspace(), growing), sqlitefile.Header+"a page")
+	p := pack(t, l)
+	name := homeEntry + "/workspace/" + growing
+	if got, want := p.content[name], sqlitefile.Header+"a pagethe last page"; got != want {
+		t.Errorf("%q travels, not %q", got, want)
+	}
+	if found := p.summary.End.Findings; len(found) != 1 || found[0].Kind != "database" {
+		t.Errorf("found %+v", found)
+	}
+}
+
 func packUntil(ctx context.Context, l layout.Layout) (*packed, error) {
 	type outcome struct {
 		p   *packed
