@@ -384,17 +384,32 @@ func (p *packer) entry(name string, t archive.Type, st *unix.Stat_t) archive.Ent
 		}
 	case st.Uid == layout.AgentUID:
 		e.Owner = archive.Agent
+		p.group(name, st, layout.AgentGID)
 	case st.Uid != 0:
 		if inHome {
 			e.Owner = archive.Agent
 		}
-		p.find(name, "owner", fmt.Sprintf("user %d", st.Uid))
+		p.find(name, "owner", fmt.Sprintf("user %d, group %d", st.Uid, st.Gid))
+	default:
+		p.group(name, st, 0)
 	}
 	return e
 }
 
+// group finds one that does not travel: an owner brings his own.
+func (p *packer) group(name string, st *unix.Stat_t, own uint32) {
+	if st.Gid != own {
+		p.find(name, "owner", fmt.Sprintf("group %d", st.Gid))
+	}
+}
+
 // xattrMost of one file travel, bytes: all of them must fit into a tar header.
 const xattrMost = 512 << 10
+
+// noticed are the attributes that are not user.*, do not travel, and whose
+// absence somebody will feel: access lists and a program's capabilities. What
+// the system or its labels make is not the state's.
+const noticed = " system.posix_acl_access system.posix_acl_default security.capability "
 
 // attributes reads the user.* attributes of an open file or directory.
 func (p *packer) attributes(f *os.File, e *archive.Entry) {
@@ -414,7 +429,10 @@ func (p *packer) attributes(f *os.File, e *archive.Entry) {
 	room := xattrMost
 	for attr := range strings.SplitSeq(string(list[:size]), "\x00") {
 		if !strings.HasPrefix(attr, "user.") {
-			continue // what the system or its labels made is not the state's
+			if strings.Contains(noticed, " "+attr+" ") {
+				p.find(e.Name, "xattr", attr)
+			}
+			continue
 		}
 		if !archive.ValidXattr(attr) {
 			p.find(e.Name, "xattr", attr)

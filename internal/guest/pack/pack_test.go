@@ -512,18 +512,21 @@ func TestOwners(t *testing.T) {
 	for _, c := range []struct {
 		l     layout.Layout
 		uid   uint32
+		gid   uint32
 		name  string
 		want  archive.Owner
 		found int
 	}{
-		{layout.At(""), layout.AgentUID, homeEntry + "/a", archive.Agent, 0},
-		{layout.At(""), layout.AgentUID, "data/a", archive.Agent, 0},
-		{layout.At(""), 0, homeEntry + "/a", archive.Root, 0},
-		{layout.At(""), 33, homeEntry + "/a", archive.Agent, 1},
-		{layout.At(""), 33, "data/a", archive.Root, 1},
-		{layout.At(""), 33, "data/home/agentx", archive.Root, 1},
-		{layout.At("/nowhere"), 0, homeEntry, archive.Agent, 0},
-		{layout.At("/nowhere"), layout.AgentUID, "data/a", archive.Root, 0},
+		{layout.At(""), layout.AgentUID, layout.AgentGID, homeEntry + "/a", archive.Agent, 0},
+		{layout.At(""), layout.AgentUID, layout.AgentGID, "data/a", archive.Agent, 0},
+		{layout.At(""), layout.AgentUID, 33, "data/a", archive.Agent, 1},
+		{layout.At(""), 0, 0, homeEntry + "/a", archive.Root, 0},
+		{layout.At(""), 0, layout.AgentGID, homeEntry + "/a", archive.Root, 1},
+		{layout.At(""), 33, layout.AgentGID, homeEntry + "/a", archive.Agent, 1},
+		{layout.At(""), 33, 33, "data/a", archive.Root, 1},
+		{layout.At(""), 33, 33, "data/home/agentx", archive.Root, 1},
+		{layout.At("/nowhere"), 0, 33, homeEntry, archive.Agent, 0},
+		{layout.At("/nowhere"), layout.AgentUID, 33, "data/a", archive.Root, 0},
 	} {
 		p := newPacker(context.Background(), c.l)
 		out, err := archive.NewWriter(discard{}, archive.Manifest{Format: archive.Version, Box: "a", Time: time.Unix(0, 0).UTC(), Lineage: strings.Repeat("0", 32)}, archive.DefaultLimits())
@@ -531,11 +534,40 @@ func TestOwners(t *testing.T) {
 			t.Fatal(err)
 		}
 		p.out = out
-		e := p.entry(c.name, archive.File, &unix.Stat_t{Uid: c.uid, Mode: 0o100644})
+		e := p.entry(c.name, archive.File, &unix.Stat_t{Uid: c.uid, Gid: c.gid, Mode: 0o100644})
 		end, err := out.Close()
 		if err != nil || e.Owner != c.want || len(end.Findings) != c.found {
-			t.Errorf("%s of %d: %v, %+v, %v", c.name, c.uid, e.Owner, end.Findings, err)
+			t.Errorf("%s of %d:%d: %v, %+v, %v", c.name, c.uid, c.gid, e.Owner, end.Findings, err)
 		}
+	}
+}
+
+// TestNoticedAttributes: access lists and capabilities do not travel, and that
+// is found.
+func TestNoticedAttributes(t *testing.T) {
+	l := newBox(t)
+	acl := "\x02\x00\x00\x00" + // version; then tag, permissions and id of each, acl(5)
+		"\x01\x00\x06\x00\xff\xff\xff\xff" + "\x02\x00\x06\x00\x21\x00\x00\x00" + "\x04\x00\x04\x00\xff\xff\xff\xff" +
+		"\x10\x00\x06\x00\xff\xff\xff\xff" + "\x20\x00\x00\x00\xff\xff\xff\xff"
+	capability := "\x01\x00\x00\x02\x00\x04\x00\x00" + strings.Repeat("\x00", 12) // net_bind_service, capabilities(7)
+	want := map[string]string{}
+	for name, c := range map[string]struct{ attr, value string }{
+		"shared":  {"system.posix_acl_access", acl},
+		"program": {"security.capability", capability},
+		"kept":    {"user.kept", "x"},
+		"label":   {"security.other", "x"},
+	} {
+		at := put(t, filepath.Join(l.Workspace(), name), name)
+		if err := unix.Setxattr(at, c.attr, []byte(c.value), 0); err != nil {
+			t.Skipf("%s: %v", c.attr, err)
+		}
+		if name == "shared" || name == "program" {
+			want[homeEntry+"/workspace/"+name] = c.attr
+		}
+	}
+	p := pack(t, l)
+	if diff := cmp.Diff(want, p.findings("xattr")); diff != "" || len(p.summary.End.Findings) != len(want) {
+		t.Errorf("%s%+v", diff, p.summary.End.Findings)
 	}
 }
 
