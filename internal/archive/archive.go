@@ -17,11 +17,14 @@ var ErrUnsafe = errors.New("unsafe archive")
 type EntryError struct{ Name, Rule string }
 
 // Error shows the entry's name escaped.
-func (e *EntryError) Error() string {
+func (e *EntryError) Error() string { return ErrUnsafe.Error() + ": " + e.Plain() }
+
+// Plain is the error where there is no archive yet that could be unsafe.
+func (e *EntryError) Plain() string {
 	if e.Name == "" {
-		return ErrUnsafe.Error() + ": " + e.Rule
+		return e.Rule
 	}
-	return ErrUnsafe.Error() + ": " + cut(printable(e.Name), 300) + ": " + e.Rule
+	return cut(printable(e.Name), 300) + ": " + e.Rule
 }
 
 // Unwrap says that it is an [ErrUnsafe].

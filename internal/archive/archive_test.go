@@ -19,6 +19,12 @@ func TestWriterRefuses(t *testing.T) {
 	b.good(file("data/f", "x"), symlink("data/s", "f"), link("data/l", "data/f"))
 	before := b.Len()
 	now := time.Unix(1700000000, 0)
+	checker := NewChecker(DefaultLimits())
+	for _, n := range []node{{Entry: Entry{Name: "data", Type: Dir}}, file("data/f", ""), symlink("data/s", "f"), link("data/l", "data/f")} {
+		if err := checker.Add(n.Entry); err != nil {
+			t.Fatal(err)
+		}
+	}
 	for _, c := range []struct {
 		e    Entry
 		rule string
@@ -57,6 +63,9 @@ func TestWriterRefuses(t *testing.T) {
 		var e *EntryError
 		if !errors.As(err, &e) || e.Rule != c.rule || e.Name != c.e.Name || !errors.Is(err, ErrUnsafe) {
 			t.Errorf("%.100q %s: %v, want %q", c.e.Name, c.e.Type, err, c.rule)
+		}
+		if err := checker.Add(c.e); ruleOf(err) != c.rule {
+			t.Errorf("%.100q %s, unwritten: %v, want %q", c.e.Name, c.e.Type, err, c.rule)
 		}
 	}
 	if err := b.w.Dir(Entry{Name: "data/u", Type: File}); ruleOf(err) != ruleType {

@@ -130,6 +130,31 @@ func newLedger(l Limits) *ledger {
 	return &ledger{limits: l, seen: make(map[id]record), folded: make(map[uint64]struct{})}
 }
 
+// Checker holds entries against the rules that nobody writes yet.
+type Checker struct{ ledger *ledger }
+
+// NewChecker begins with none.
+func NewChecker(l Limits) *Checker { return &Checker{newLedger(l)} }
+
+// Add refuses, with an [EntryError], what a [Writer] would refuse that has
+// written the entries added before.
+func (c *Checker) Add(e Entry) error {
+	if err := c.ledger.admit(&e); err != nil {
+		return err
+	}
+	c.ledger.add(&e, nil)
+	return nil
+}
+
+// admit is check of an entry that comes from a file system.
+func (l *ledger) admit(e *Entry) error {
+	if e.ModTime.IsZero() {
+		e.ModTime = time.Unix(0, 0)
+	}
+	e.ModTime = normal(e.ModTime)
+	return l.check(e)
+}
+
 // check holds an entry of the data against the rules, and changes nothing.
 func (l *ledger) check(e *Entry) error {
 	refuse := func(rule string) error { return &EntryError{Name: e.Name, Rule: rule} }

@@ -157,11 +157,7 @@ func (w *Writer) admit(e *Entry, t Type) error {
 		return &EntryError{Name: e.Name, Rule: ruleType}
 	}
 	e.Type = t
-	if e.ModTime.IsZero() {
-		e.ModTime = time.Unix(0, 0)
-	}
-	e.ModTime = normal(e.ModTime)
-	return w.ledger.check(e)
+	return w.ledger.admit(e)
 }
 
 func (w *Writer) header(e *Entry) error {

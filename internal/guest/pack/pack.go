@@ -42,6 +42,7 @@ type packer struct {
 	files      map[inode]string // entry name of a file with several names
 	whole      map[string]bool  // what the first walk has packed with all that is below
 	plan       *wire.StatePlan  // nil while packing
+	rules      *archive.Checker // of the plan
 	byPart     map[string]*wire.StatePart
 	done       int64 // bytes of content
 	told       time.Time
@@ -73,10 +74,12 @@ func newPacker(ctx context.Context, l layout.Layout) *packer {
 // maxLeftOut bounds the list in a plan.
 const maxLeftOut = 200
 
-// Plan walks over the state without reading it.
+// Plan walks over the state without reading it. What no archive may hold is its
+// error: better now than in the midst of a save.
 func Plan(ctx context.Context, l layout.Layout) (wire.StatePlan, error) {
 	p := newPacker(ctx, l)
 	p.plan = &wire.StatePlan{Protocol: wire.Protocol, Parts: []wire.StatePart{}, LeftOut: []wire.LeftOut{}}
+	p.rules = archive.NewChecker(archive.DefaultLimits())
 	if err := p.walk(nil); err != nil {
 		return wire.StatePlan{}, fmt.Errorf("look at the state: %w", err)
 	}
@@ -204,6 +207,14 @@ func readSmall(path string) ([]byte, error) {
 // walk packs /data, or of it only what leads to and lies below the entries of
 // only.
 func (p *packer) walk(only []string) error {
+	err := p.walkData(only)
+	if refused := (*archive.EntryError)(nil); errors.As(err, &refused) {
+		return fmt.Errorf("/%s; what need not be saved can be moved out of /data", refused.Plain())
+	}
+	return err
+}
+
+func (p *packer) walkData(only []string) error {
 	dir, err := os.OpenFile(p.layout.Data(), os.O_RDONLY|unix.O_DIRECTORY, 0)
 	if err != nil {
 		return err
@@ -230,7 +241,9 @@ func (p *packer) directory(dir *os.File, name string, st *unix.Stat_t, only []st
 				return err
 			}
 		}
-		p.count(name, 0)
+		if err := p.count(e); err != nil {
+			return err
+		}
 	}
 	names, err := dir.Readdirnames(-1)
 	if err != nil {
@@ -464,12 +477,11 @@ func (p *packer) symlink(dir int, base, name string, st *unix.Stat_t) error {
 	if err != nil {
 		return p.lost(name, err)
 	}
-	p.count(name, 0)
-	if p.out == nil {
-		return nil
-	}
 	e := p.entry(name, archive.Symlink, st)
 	e.Target = string(buf[:n])
+	if p.out == nil {
+		return p.count(e)
+	}
 	return p.out.Symlink(e)
 }
 
@@ -489,23 +501,21 @@ func (p *packer) file(dir *os.File, base, name string, skip map[string]bool) err
 	}
 	if st.Nlink > 1 {
 		id := inodeOf(f, st)
-		first, again := p.files[id]
-		if again && p.out != nil {
+		if first, again := p.files[id]; again {
 			e := p.entry(name, archive.Link, st)
 			e.Target = first
+			if p.out == nil {
+				return p.count(e)
+			}
 			return p.out.Link(e)
-		}
-		if again {
-			p.count(name, 0)
-			return nil
 		}
 		p.files[id] = name
 	}
-	if p.out == nil {
-		p.count(name, st.Size)
-		return nil
-	}
 	e := p.entry(name, archive.File, st)
+	if p.out == nil {
+		e.Size = st.Size
+		return p.count(e)
+	}
 	p.attributes(f, &e)
 	isDatabase, err := sqlitefile.Is(f)
 	if err != nil {
@@ -606,19 +616,23 @@ func (p *packer) find(name, kind, detail string) {
 	}
 }
 
-// count adds an entry to the plan.
-func (p *packer) count(name string, size int64) {
+// count adds an entry to the plan, if an archive may hold it.
+func (p *packer) count(e archive.Entry) error {
 	if p.plan == nil {
-		return
+		return nil
 	}
-	part := p.partOf(name)
+	if err := p.rules.Add(e); err != nil {
+		return err
+	}
+	part := p.partOf(e.Name)
 	if p.byPart[part] == nil {
 		p.byPart[part] = &wire.StatePart{Name: part}
 	}
 	p.byPart[part].Entries++
-	p.byPart[part].Bytes += size
+	p.byPart[part].Bytes += e.Size
 	p.plan.Entries++
-	p.plan.Bytes += size
+	p.plan.Bytes += e.Size
+	return nil
 }
 
 // leaveOut adds to the plan's list of what stays behind.

@@ -217,6 +217,47 @@ func TestTable(t *testing.T) {
 	}
 }
 
+// TestNoArchiveMayHold: the plan of what every archive refuses names it and a
+// way out, and so does the pack. What is left out anyway hinders neither.
+func TestNoArchiveMayHold(t *testing.T) {
+	large := func(path string) error {
+		return errors.Join(os.WriteFile(path, nil, 0o600), os.Truncate(path, 100<<30))
+	}
+	deep := func(path string) error { return os.MkdirAll(path+strings.Repeat("/d", 130), 0o755) }
+	for name, c := range map[string]struct {
+		make func(path string) error
+		want string
+	}{
+		"disk.img": {large, "the file is too large"},
+		"deep":     {deep, "deeper than 128 directories"},
+	} {
+		l := newBox(t)
+		put(t, filepath.Join(l.Home(), ".cache/x"), "x")
+		if err := c.make(filepath.Join(l.Home(), ".cache", name)); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := Plan(context.Background(), l); err != nil {
+			t.Errorf("%s in a cache: %v", name, err)
+		}
+		pack(t, l)
+		if err := os.Rename(filepath.Join(l.Home(), ".cache", name), filepath.Join(l.Home(), name)); err != nil {
+			t.Fatal(err)
+		}
+		_, planned := Plan(context.Background(), l)
+		_, packed := packWith(l, noHold)
+		for what, err := range map[string]error{"plan": planned, "pack": packed} {
+			if err == nil {
+				t.Errorf("%s: the %s is good", name, what)
+				continue
+			}
+			said := err.Error()
+			if !strings.Contains(said, "/"+homeEntry+"/"+name) || !strings.Contains(said, c.want+"; ") || !strings.Contains(said, "out of /data") || strings.Contains(said, "unsafe") {
+				t.Errorf("%s: the %s says %q", name, what, said)
+			}
+		}
+	}
+}
+
 // TestKept: what the tools need travels, and what only looks like a cache does.
 func TestKept(t *testing.T) {
 	l := newBox(t)
