@@ -337,8 +337,8 @@ func setTime(dir *openDir, base string, modified time.Time) error {
 	return os.NewSyscallError("utimensat", unix.UtimesNanoAt(dir.fd, base, times, unix.AT_SYMLINK_NOFOLLOW))
 }
 
-// SkippedXattrs is the number of extended attributes that this host or file
-// system could not take.
+// SkippedXattrs is the number of extended attributes for which the file system
+// has no place. Finish gives the last ones.
 func (x *Extractor) SkippedXattrs() int { return int(x.skippedXattrs.Load()) }
 
 // owner is who an entry is given to.

@@ -53,6 +53,32 @@ func TestDrop(t *testing.T) {
 	}
 }
 
+// An attribute for which the file system has no place costs nothing else, and is
+// counted.
+func TestSkippedXattrs(t *testing.T) {
+	large := map[string]string{"user.large": strings.Repeat("x", 70000)} // Linux takes 64 KiB at most, xattr(7)
+	out := t.TempDir()
+	root, err := os.Open(out)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = root.Close() }()
+	x := NewExtractor(root, ExtractOptions{})
+	if err := errors.Join(
+		x.Dir(Entry{Name: "d", Type: Dir, Mode: 0o755, Xattrs: large}),
+		x.File(Entry{Name: "d/f", Type: File, Mode: 0o644, Xattrs: large, Size: 7}, strings.NewReader("content")),
+		x.Finish(), x.Close(),
+	); err != nil {
+		t.Fatal(err)
+	}
+	if n := x.SkippedXattrs(); n != 2 {
+		t.Errorf("%d skipped", n)
+	}
+	if data, err := os.ReadFile(filepath.Join(out, "d/f")); err != nil || string(data) != "content" {
+		t.Errorf("%q, %v", data, err)
+	}
+}
+
 func TestExisting(t *testing.T) {
 	b := begin(t)
 	b.good(node{Entry: Entry{Name: "data/lost+found", Type: Dir, Mode: 0o700}}, file("data/f", "x"))

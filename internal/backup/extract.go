@@ -7,11 +7,11 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"strings"
 	"syscall"
 
 	"hermes-box-lite/internal/archive"
 	"hermes-box-lite/internal/atomicfile"
+	"hermes-box-lite/internal/partial"
 )
 
 // spaceReserve is left free by Extract, bytes.
@@ -35,8 +35,8 @@ func (a *Archive) Extract(ctx context.Context, dir string, progress Progress) (e
 	if need := a.report.Bytes + spaceReserve; need > free {
 		return fmt.Errorf("%s has %d MiB free and the archive needs %d MiB: %w", parent, free>>20, need>>20, syscall.ENOSPC)
 	}
-	removeStaleDirs(parent)
-	lock, err := createPartialDir(parent)
+	partial.RemoveStale(parent, partialDirPrefix) // plaintext
+	lock, err := partial.CreateDir(parent, partialDirPrefix)
 	if err != nil {
 		return fmt.Errorf("write into %s: %w", parent, err)
 	}
@@ -44,7 +44,7 @@ func (a *Archive) Extract(ctx context.Context, dir string, progress Progress) (e
 	temporary := lock.Name()
 	defer func() {
 		if err != nil {
-			err = errors.Join(err, removeAll(temporary))
+			err = errors.Join(err, partial.RemoveAll(temporary))
 		}
 	}()
 	if a.report.FoldCollision != "" {
@@ -75,6 +75,7 @@ func (a *Archive) Extract(ctx context.Context, dir string, progress Progress) (e
 	if err := extractor.Finish(); err != nil {
 		return err
 	}
+	a.skippedXattrs = extractor.SkippedXattrs()
 	if err := syncTree(lock); err != nil {
 		return fmt.Errorf("write into %s: %w", parent, err)
 	}
@@ -88,59 +89,16 @@ func (a *Archive) Extract(ctx context.Context, dir string, progress Progress) (e
 		return fmt.Errorf("%s: %w", dir, err)
 	}
 	if err := atomicfile.SyncDir(parent); err != nil {
-		return errors.Join(err, removeAll(dir))
+		return errors.Join(err, partial.RemoveAll(dir))
 	}
 	return nil
 }
 
+// SkippedXattrs is the number of extended attributes for which the last Extract
+// found no place.
+func (a *Archive) SkippedXattrs() int { return a.skippedXattrs }
+
 const partialDirPrefix = ".hermes-box-extract."
-
-// createPartialDir makes a directory that only its owner reads and that says,
-// by a lock, that somebody is writing it.
-func createPartialDir(parent string) (*os.File, error) {
-	const tries = 100
-	for range tries {
-		path, err := os.MkdirTemp(parent, partialDirPrefix+"*"+partialSuffix) // 0700
-		if err != nil {
-			return nil, err
-		}
-		f, err := os.Open(path)
-		if err == nil {
-			if _, busy := lockFile(f, syscall.LOCK_EX); busy == nil && sameFile(f, path) {
-				return f, nil
-			}
-			err = f.Close()
-		}
-		// Before it was locked another command took it for a stale one.
-		if err = errors.Join(remove(path), err); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return nil, err
-		}
-	}
-	return nil, errors.New("another command removes what was just made")
-}
-
-// removeStaleDirs removes what killed extractions left: plaintext. Where there
-// are no locks nobody knows, and nothing is removed.
-func removeStaleDirs(parent string) {
-	entries, err := os.ReadDir(parent)
-	if err != nil {
-		return
-	}
-	for _, e := range entries {
-		if !e.IsDir() || !strings.HasPrefix(e.Name(), partialDirPrefix) || !strings.HasSuffix(e.Name(), partialSuffix) {
-			continue
-		}
-		path := filepath.Join(parent, e.Name())
-		f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_DIRECTORY, 0)
-		if err != nil {
-			continue
-		}
-		if held, _ := lockFile(f, syscall.LOCK_EX); held {
-			_ = removeAll(path)
-		}
-		_ = f.Close()
-	}
-}
 
 // foldsNames reports whether the file system takes names for one that differ
 // in case or in Unicode form only.
@@ -159,18 +117,4 @@ func foldsNames(dir string) (bool, error) {
 		}
 	}
 	return false, nil
-}
-
-// removeAll also removes directories that their mode closes.
-func removeAll(dir string) error {
-	_ = filepath.WalkDir(dir, func(path string, e fs.DirEntry, err error) error {
-		if e != nil && e.IsDir() {
-			_ = os.Chmod(path, 0o700) // it is ours; removal tells when that fails
-			if err != nil {
-				return fs.SkipDir
-			}
-		}
-		return nil
-	})
-	return os.RemoveAll(dir)
 }

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"hermes-box-lite/internal/archive"
+	"hermes-box-lite/internal/partial"
 )
 
 func verified(t *testing.T, data []byte) *Archive {
@@ -103,7 +104,7 @@ func TestExtractLeavesNothing(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := removeAll(filepath.Join(parent, "closed")); err != nil || names(t, parent) != "[outside]" {
+	if err := partial.RemoveAll(filepath.Join(parent, "closed")); err != nil || names(t, parent) != "[outside]" {
 		t.Errorf("%v: %s", err, names(t, parent))
 	}
 	if info, err := os.Stat(outside); err != nil || info.Mode().Perm() != 0o500 {
@@ -169,10 +170,10 @@ func TestStaleExtractions(t *testing.T) {
 		if err := errors.Join(os.WriteFile(filepath.Join(path, "data/a"), []byte("planted plaintext"), 0o600), os.Chmod(filepath.Join(path, "data"), 0)); err != nil {
 			t.Fatal(err)
 		}
-		t.Cleanup(func() { _ = removeAll(path) })
+		t.Cleanup(func() { _ = partial.RemoveAll(path) })
 		return path
 	}
-	stale, live, other := make(".hermes-box-extract.1.partial"), make(".hermes-box-extract.2.partial"), make(".hermes-box-extract.3")
+	stale, live, other := make(".hermes-box-extract.0123456789abcdef.partial"), make(".hermes-box-extract.fedcba9876543210.partial"), make(".hermes-box-extract.3")
 	f, err := os.Open(live)
 	if err != nil {
 		t.Fatal(err)

@@ -31,6 +31,8 @@ type Archive struct {
 	limits     archive.Limits
 	report     *Report // of Verify
 
+	skippedXattrs int // by Extract
+
 	folds func(dir string) (bool, error) // instead of foldsNames, in tests
 }
 

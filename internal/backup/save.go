@@ -3,20 +3,18 @@ package backup
 import (
 	"bufio"
 	"context"
-	"crypto/rand"
 	"crypto/sha256"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
-	"strings"
 	"syscall"
 
 	"hermes-box-lite/internal/archive"
 	"hermes-box-lite/internal/atomicfile"
+	"hermes-box-lite/internal/partial"
 	"hermes-box-lite/internal/stream"
 )
 
@@ -49,17 +47,18 @@ func Save(ctx context.Context, o SaveOptions) (report Report, err error) {
 		return Report{}, err
 	}
 	dir := filepath.Dir(o.Path)
-	removeStale(dir, o.Box)
-	partial, err := createPartial(dir, o.Box)
+	prefix := partialPrefix(o.Box)
+	partial.RemoveStale(dir, prefix)
+	unnamed, err := partial.Create(dir, prefix)
 	if err != nil {
 		return Report{}, fmt.Errorf("write into %s: %w", dir, err)
 	}
-	a := &Archive{file: partial, passphrase: o.Passphrase, limits: o.Limits}
+	a := &Archive{file: unnamed, passphrase: o.Passphrase, limits: o.Limits}
 	defer func() {
 		// Under its final name or not at all.
-		err = errors.Join(err, remove(partial.Name()), a.Close())
+		err = errors.Join(err, remove(unnamed.Name()), a.Close())
 	}()
-	written := newTail(partial)
+	written := newTail(unnamed)
 	verified := make(chan struct{})
 	var verifyErr error
 	go func() {
@@ -76,7 +75,7 @@ func Save(ctx context.Context, o SaveOptions) (report Report, err error) {
 	if err != nil {
 		return Report{}, err
 	}
-	info, statErr := partial.Stat()
+	info, statErr := unnamed.Stat()
 	err = errors.Join(verifyErr, statErr)
 	if err == nil && (report.Stream != sum || report.Size != info.Size()) {
 		err = errors.New("it holds other bytes than were written")
@@ -90,7 +89,7 @@ func Save(ctx context.Context, o SaveOptions) (report Report, err error) {
 	if err := context.Cause(ctx); err != nil {
 		return Report{}, err
 	}
-	give := func() error { return publish(partial.Name(), o.Path) }
+	give := func() error { return publish(unnamed.Name(), o.Path) }
 	if o.Publish != nil {
 		err = o.Publish(give)
 	} else {
@@ -165,42 +164,7 @@ func (s *sink) Write(p []byte) (n int, err error) {
 	return n, s.err
 }
 
-const partialSuffix = ".partial"
-
 func partialPrefix(box string) string { return ".hermes-box-" + box + "." }
-
-// createPartial makes a file that only its owner reads and that says, by a
-// lock, that somebody is writing it.
-func createPartial(dir, box string) (*os.File, error) {
-	const tries = 100
-	for range tries {
-		var id [8]byte
-		_, _ = rand.Read(id[:]) // never fails
-		path := filepath.Join(dir, partialPrefix(box)+hex.EncodeToString(id[:])+partialSuffix)
-		f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
-		if err != nil {
-			return nil, err
-		}
-		_, busy := lockFile(f, syscall.LOCK_EX)
-		if busy == nil && sameFile(f, path) {
-			return f, nil
-		}
-		// Before it was locked another command took it for a stale one.
-		if err := errors.Join(remove(path), f.Close()); err != nil {
-			return nil, err
-		}
-	}
-	return nil, errors.New("another command removes what was just made")
-}
-
-func sameFile(f *os.File, path string) bool {
-	opened, err := f.Stat()
-	if err != nil {
-		return false
-	}
-	named, err := os.Lstat(path)
-	return err == nil && os.SameFile(opened, named)
-}
 
 // remove is os.Remove, and nothing when there is nothing to remove.
 func remove(path string) error {
@@ -208,32 +172,6 @@ func remove(path string) error {
 		return err
 	}
 	return nil
-}
-
-// removeStale removes partial files of a box that nobody is writing any more.
-// What cannot be removed only wastes space; where there are no locks nobody
-// knows, and nothing is.
-func removeStale(dir, box string) {
-	entries, err := os.ReadDir(dir)
-	if err != nil {
-		return
-	}
-	for _, e := range entries {
-		id, ok := strings.CutPrefix(e.Name(), partialPrefix(box))
-		id, ends := strings.CutSuffix(id, partialSuffix)
-		if _, err := hex.DecodeString(id); !ok || !ends || len(id) != 16 || err != nil || !e.Type().IsRegular() {
-			continue
-		}
-		path := filepath.Join(dir, e.Name())
-		f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
-		if err != nil {
-			continue
-		}
-		if held, _ := lockFile(f, syscall.LOCK_EX); held {
-			_ = os.Remove(path)
-		}
-		_ = f.Close()
-	}
 }
 
 // RemoveUnused removes an archive unless a command has it open, and reports
@@ -251,12 +189,12 @@ func RemoveUnused(path string) (bool, error) {
 }
 
 // publish gives a synced file its name, which must be free at that very
-// moment, and makes that durable. The partial name may stay.
-func publish(partial, final string) error {
-	err := os.Link(partial, final)
+// moment, and makes that durable. Its name until then may stay.
+func publish(unnamed, final string) error {
+	err := os.Link(unnamed, final)
 	if err != nil && !errors.Is(err, fs.ErrExist) {
 		// A file system without hard links.
-		err = renameNoReplace(partial, final)
+		err = renameNoReplace(unnamed, final)
 	}
 	if errors.Is(err, fs.ErrExist) {
 		return fmt.Errorf("%s %w", final, ErrExists)

@@ -273,38 +273,6 @@ func TestStalePartials(t *testing.T) {
 	}
 }
 
-// TestPartialTakenForStale: between its making and its lock a partial file
-// looks like one that nobody writes.
-func TestPartialTakenForStale(t *testing.T) {
-	dir := t.TempDir()
-	stop := make(chan struct{})
-	var wg sync.WaitGroup
-	wg.Go(func() {
-		for {
-			select {
-			case <-stop:
-				return
-			default:
-				removeStale(dir, "alpha")
-			}
-		}
-	})
-	for range 300 {
-		f, err := createPartial(dir, "alpha")
-		if err != nil {
-			t.Fatal(err)
-		}
-		if _, err := os.Lstat(f.Name()); err != nil {
-			t.Errorf("a partial file without its name: %v", err)
-		}
-		if err := errors.Join(os.Remove(f.Name()), f.Close()); err != nil {
-			t.Fatal(err)
-		}
-	}
-	close(stop)
-	wg.Wait()
-}
-
 func TestRemoveUnused(t *testing.T) {
 	path := onDisk(t, whole(t))
 	a := opened(t, path, word)

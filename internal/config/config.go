@@ -69,15 +69,7 @@ type Machine struct{ Cores, MemoryMiB int }
 
 // ThisMachine measures the host. Memory is 0 where it is not known.
 func ThisMachine() Machine {
-	m := Machine{Cores: runtime.NumCPU()}
-	data, err := os.ReadFile("/proc/meminfo")
-	if err == nil {
-		if fields := strings.Fields(string(data)); len(fields) > 1 && fields[0] == "MemTotal:" {
-			kib, _ := strconv.Atoi(fields[1])
-			m.MemoryMiB = kib / 1024
-		}
-	}
-	return m
+	return Machine{Cores: runtime.NumCPU(), MemoryMiB: memoryMiB()}
 }
 
 func defaults(m Machine) Config {
@@ -359,6 +351,9 @@ func nearest(key string) string {
 	}
 	return ""
 }
+
+// Given reports whether the file has a key, so that its value is no default.
+func (c Config) Given(key string) bool { _, ok := c.set[key]; return ok }
 
 // GuestFile renders the assignments for the root-owned copy inside a box.
 // Proxy addresses may hold passwords and are left out.

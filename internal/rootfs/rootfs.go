@@ -34,6 +34,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/remote"
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
 
+	"hermes-box-lite/internal/partial"
 	"hermes-box-lite/internal/vm"
 )
 
@@ -41,10 +42,13 @@ import (
 type Store struct {
 	dir         string
 	dialTimeout time.Duration
+	silence     time.Duration // of a registry, that is endured
 }
 
 // NewStore returns a store in dir, which is created when first needed.
-func NewStore(dir string) *Store { return &Store{dir: dir, dialTimeout: 5 * time.Second} }
+func NewStore(dir string) *Store {
+	return &Store{dir: dir, dialTimeout: 5 * time.Second, silence: 2 * time.Minute}
+}
 
 // UnreachableError says that an image's registry could not be reached.
 type UnreachableError struct {
@@ -119,7 +123,13 @@ func (s *Store) pull(ctx context.Context, ref string, note func(string)) (v1.Ima
 		return nil, err
 	}
 	transport := http.DefaultTransport.(*http.Transport).Clone()
-	transport.DialContext = (&net.Dialer{Timeout: s.dialTimeout}).DialContext
+	transport.DialContext = func(ctx context.Context, network, address string) (net.Conn, error) {
+		conn, err := (&net.Dialer{Timeout: s.dialTimeout}).DialContext(ctx, network, address)
+		if err != nil {
+			return nil, err
+		}
+		return patientConn{conn, s.silence}, nil
+	}
 	transport.TLSHandshakeTimeout = s.dialTimeout
 	transport.ResponseHeaderTimeout = 20 * time.Second
 	note("asking " + parsed.Context().RegistryStr() + " for " + ref)
@@ -134,6 +144,20 @@ func (s *Store) pull(ctx context.Context, ref string, note func(string)) (v1.Ima
 		return nil, err
 	}
 	return img, nil
+}
+
+// patientConn ends with an error when nothing has come for a while: a registry
+// that keeps the connection and sends nothing would be waited for for ever.
+type patientConn struct {
+	net.Conn
+	silence time.Duration
+}
+
+func (c patientConn) Read(p []byte) (int, error) {
+	if err := c.SetReadDeadline(time.Now().Add(c.silence)); err != nil {
+		return 0, err
+	}
+	return c.Conn.Read(p)
 }
 
 func fromLayout(path string) (v1.Image, error) {
@@ -202,14 +226,14 @@ func (s *Store) packDirectory(ctx context.Context, dir string, note func(string)
 	}
 	note("packing " + dir)
 	sum := sha256.New()
-	tmp, err := os.CreateTemp(s.dir, ".partial-")
+	tmp, err := s.partial()
 	if err != nil {
 		return vm.Base{}, err
 	}
-	defer func() { _ = os.Remove(tmp.Name()) }() // gone already when it was renamed
+	defer func() { _, _ = os.Remove(tmp.Name()), tmp.Close() }() // its name is gone already when it was renamed
 	out := bufio.NewWriterSize(contextWriter{ctx, io.MultiWriter(tmp, sum)}, 1<<20)
 	tw := tar.NewWriter(out)
-	err = errors.Join(tw.AddFS(os.DirFS(dir)), tw.Close(), out.Flush(), tmp.Sync(), tmp.Close())
+	err = errors.Join(tw.AddFS(os.DirFS(dir)), tw.Close(), out.Flush(), tmp.Sync())
 	if err != nil {
 		return vm.Base{}, err
 	}
@@ -335,18 +359,26 @@ var hexDigest = regexp.MustCompile(`^[0-9a-f]{64}$`)
 
 func (s *Store) tarPath(hexDigest string) string { return filepath.Join(s.dir, hexDigest+".tar") }
 
+// partial makes a file that becomes a base when it is whole, and removes what
+// killed calls left of theirs.
+func (s *Store) partial() (*os.File, error) {
+	const prefix = ".base."
+	partial.RemoveStale(s.dir, prefix)
+	return partial.Create(s.dir, prefix)
+}
+
 // publish writes r to path, whole or not at all.
 func (s *Store) publish(ctx context.Context, path string, r io.Reader) error {
-	tmp, err := os.CreateTemp(s.dir, ".partial-")
+	tmp, err := s.partial()
 	if err != nil {
 		return err
 	}
-	_, err = io.Copy(tmp, contextReader{ctx, r})
-	if err == nil {
-		err = tmp.Sync() // its name says that it is whole, after a crash, too
+	defer func() { _, _ = os.Remove(tmp.Name()), tmp.Close() }() // its name is gone already when it was renamed
+	if _, err := io.Copy(tmp, contextReader{ctx, r}); err != nil {
+		return err
 	}
-	if err = errors.Join(err, tmp.Close()); err != nil {
-		return errors.Join(err, os.Remove(tmp.Name()))
+	if err := tmp.Sync(); err != nil { // its name says that it is whole, after a crash, too
+		return err
 	}
 	return os.Rename(tmp.Name(), path)
 }

@@ -9,11 +9,14 @@ import (
 	"io"
 	"log"
 	"net"
+	"net/http"
 	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"runtime"
+	"strconv"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -178,8 +181,7 @@ func TestRefusals(t *testing.T) {
 	}
 }
 
-// An unreachable registry is told as such, and soon: connection refused, and
-// a listener that never answers.
+// An unreachable registry is told as such, and soon.
 func TestUnreachableRegistry(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	must(t, err)
@@ -192,6 +194,48 @@ func TestUnreachableRegistry(t *testing.T) {
 	var unreachable *UnreachableError
 	if !errors.As(err, &unreachable) || unreachable.Registry != refused || !strings.Contains(unreachable.Hint(), "make base") {
 		t.Errorf("refused: %v", err)
+	}
+}
+
+// A registry that keeps the connection and sends nothing more is given up, and
+// nothing is left of what it sent.
+func TestSilentRegistry(t *testing.T) {
+	img := testImage(t, runtime.GOARCH)
+	whole := registry.New(registry.Logger(log.New(io.Discard, "", 0)))
+	var stalling atomic.Bool
+	stalled := make(chan struct{})
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		layers, err := img.Layers()
+		must(t, err)
+		digest, err := layers[0].Digest()
+		must(t, err)
+		if !stalling.Load() || !strings.HasSuffix(r.URL.Path, digest.String()) {
+			whole.ServeHTTP(w, r)
+			return
+		}
+		size, err := layers[0].Size()
+		must(t, err)
+		w.Header().Set("Content-Length", strconv.FormatInt(size, 10))
+		_, _ = w.Write([]byte{0x1f, 0x8b})
+		_ = http.NewResponseController(w).Flush()
+		<-stalled
+	}))
+	defer server.Close()
+	defer close(stalled)
+	ref := strings.TrimPrefix(server.URL, "http://") + "/os:1"
+	parsed, err := name.ParseReference(ref)
+	must(t, err)
+	must(t, remote.Write(parsed, img))
+	stalling.Store(true)
+	store := NewStore(t.TempDir())
+	store.silence = 300 * time.Millisecond
+	_, err = store.Prepare(t.Context(), ref, "/", func(string) {})
+	var timeout net.Error
+	if !errors.As(err, &timeout) || !timeout.Timeout() {
+		t.Errorf("error %v", err)
+	}
+	if left, err := os.ReadDir(store.dir); err != nil || len(left) > 0 {
+		t.Errorf("left: %v (%v)", left, err)
 	}
 }
 

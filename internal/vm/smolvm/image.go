@@ -19,6 +19,7 @@ import (
 	"syscall"
 
 	"hermes-box-lite/internal/atomicfile"
+	"hermes-box-lite/internal/partial"
 	"hermes-box-lite/internal/vm"
 )
 
@@ -68,13 +69,15 @@ func (d *Driver) image(ctx context.Context, base vm.Base) (string, int64, error)
 	if err != nil {
 		return "", 0, err
 	}
-	tmp, err := os.CreateTemp(d.imageDir(), ".partial-")
+	const prefix = ".image."
+	partial.RemoveStale(d.imageDir(), prefix)
+	tmp, err := partial.Create(d.imageDir(), prefix)
 	if err != nil {
 		return "", 0, err
 	}
-	defer func() { _ = os.Remove(tmp.Name()) }() // gone already when it was renamed
+	defer func() { _, _ = os.Remove(tmp.Name()), tmp.Close() }() // its name is gone already when it was renamed
 	err = archiveOf(contextWriter{ctx, tmp}, root, info.Size(), "hermes-box-smolvm:"+base.Digest[len("sha256:"):][:32])
-	if err = errors.Join(err, tmp.Sync(), tmp.Close()); err != nil {
+	if err = errors.Join(err, tmp.Sync()); err != nil {
 		return "", 0, err
 	}
 	if err := os.Rename(tmp.Name(), path); err != nil {

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"hermes-box-lite/internal/atomicfile"
+	"hermes-box-lite/internal/partial"
 	"hermes-box-lite/internal/vm"
 )
 
@@ -135,10 +136,14 @@ func (d *Driver) makePack(ctx context.Context, name, id string) error {
 	if err := os.MkdirAll(d.templateDir(), 0o700); err != nil {
 		return err
 	}
-	tmp, err := os.MkdirTemp(d.templateDir(), ".partial-")
+	const prefix = ".pack."
+	partial.RemoveStale(d.templateDir(), prefix)
+	making, err := partial.CreateDir(d.templateDir(), prefix)
 	if err != nil {
 		return err
 	}
+	defer func() { _ = making.Close() }() // lets go of its lock
+	tmp := making.Name()
 	defer func() { _ = os.RemoveAll(tmp) }() // half of a pack is of no use
 	// smolvm writes a program to run the pack, of which we have no need, and the
 	// pack itself beside it. The pack's own sizes stay smolvm's defaults: any
