@@ -271,6 +271,11 @@ func (m *Manager) openArchive(ctx context.Context, path string, p backup.Passphr
 	return nil, backup.Report{}, errors.Join(fmt.Errorf("%s: %w", path, err), a.Close())
 }
 
+// lostXattrs says that extended attributes of files are not in a place.
+func lostXattrs(n int, place string) string {
+	return fmt.Sprintf("extended attributes of files were left out, for the file system of %s has no place for them: %d", place, n)
+}
+
 // ExtractArchive verifies an archive and writes its content into a new
 // directory; dir "" is one below the backups directory. It returns the
 // directory.
@@ -297,6 +302,9 @@ func (m *Manager) ExtractArchive(ctx context.Context, path, dir string, p backup
 	m.opts.Report.Step("extract")
 	if err := errors.Join(a.Extract(ctx, dir, m.opts.Report.Progress), a.Close()); err != nil {
 		return "", fmt.Errorf("extract %s: %w", path, err)
+	}
+	if n := a.SkippedXattrs(); n > 0 {
+		m.opts.Report.Warn(lostXattrs(n, dir))
 	}
 	return dir, nil
 }

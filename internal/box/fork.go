@@ -115,6 +115,9 @@ func (m *Manager) copyBox(ctx context.Context, mu, from *mutation, drv vm.Driver
 			release()
 		}
 	case err == nil:
+		if disks := from.rec.Sizes; disks != (Sizes{}) { // copied as they were
+			mu.rec.Sizes.OverlayGiB, mu.rec.Sizes.StorageGiB = disks.OverlayGiB, disks.StorageGiB
+		}
 		release()
 		err = m.settleClone(ctx, mu, g)
 	}

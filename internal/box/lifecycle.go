@@ -12,6 +12,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -217,7 +218,32 @@ func (m *Manager) notApplied(rec Record) []string {
 	if exposed := rec.HostPort != 0; exposed != (m.config.ExposeExecutor && m.config.InstallExecutor) {
 		out = append(out, "EXPOSE_EXECUTOR_WEB applies to new boxes; the port of this one stays as it is")
 	}
+	now, was := m.sizes(), rec.Sizes
+	if was == (Sizes{}) {
+		return out // of a box from before they were recorded
+	}
+	for _, size := range []struct {
+		key      string
+		now, was int
+	}{
+		{"BOX_CPUS", now.CPUs, was.CPUs},
+		{"BOX_MEM_MIB", now.MemoryMiB, was.MemoryMiB},
+		{"BOX_OVERLAY_GIB", now.OverlayGiB, was.OverlayGiB},
+		{"BOX_STORAGE_GIB", now.StorageGiB, was.StorageGiB},
+	} {
+		if m.config.Given(size.key) && size.now != size.was {
+			out = append(out, fmt.Sprintf("%s is %s now, this box was made with %s and keeps it", size.key, sizeText(size.now), sizeText(size.was)))
+		}
+	}
 	return out
+}
+
+// sizeText is a size as the configuration has it.
+func sizeText(n int) string {
+	if n == 0 {
+		return "the driver's own"
+	}
+	return strconv.Itoa(n)
 }
 
 // Remove deletes a box. The caller has looked it up and asked for confirmation;
@@ -235,7 +261,10 @@ func (m *Manager) Remove(ctx context.Context, asked Record) (err error) {
 	if err != nil {
 		return &CleanupError{Name: asked.Name, Driver: mu.rec.Driver, Err: err}
 	}
-	if err := mu.enter(ctx, "remove"); err != nil {
+	if err := mu.enter(ctx, "remove"); errors.Is(err, syscall.ENOSPC) {
+		// That is how room is made. Wherever it ends, rm goes on from there.
+		mu.warn("the journal does not know of it: " + err.Error())
+	} else if err != nil {
 		return err
 	}
 	return m.dispose(ctx, drv, mu.rec)

@@ -181,13 +181,7 @@ func pinsOf(s archive.Summary) (*wire.Pins, error) {
 
 // fill makes the box and has the state put in.
 func (m *Manager) fill(ctx context.Context, mu *mutation, drv vm.Driver, from start, g guest, restore func() error) error {
-	if err := m.create(ctx, mu, drv, &from); err != nil {
-		return err
-	}
-	if err := mu.enter(ctx, "install hb"); err != nil {
-		return err
-	}
-	if err := m.installHB(ctx, g); err != nil {
+	if err := m.boot(ctx, mu, drv, g, &from); err != nil {
 		return err
 	}
 	if err := g.run(ctx, "await-state"); err != nil {
@@ -233,10 +227,13 @@ func (m *Manager) restoreArchive(ctx context.Context, mu *mutation, g guest, a *
 	return nil
 }
 
-// leftOut tells of logins that did not travel.
+// leftOut tells of what did not travel.
 func (mu *mutation) leftOut(restored wire.StateResult) {
 	for _, path := range restored.Dropped {
 		mu.note("left out: " + wire.Printable(path))
+	}
+	if n := restored.SkippedXattrs; n > 0 {
+		mu.warn(lostXattrs(n, "the box"))
 	}
 }
 

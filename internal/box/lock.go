@@ -50,7 +50,8 @@ func (h Home) acquire(name, verb string) (*lock, error) {
 	for {
 		l, err := h.tryLock(name)
 		if err == nil {
-			return l, l.sign(verb)
+			l.sign(verb)
+			return l, nil
 		}
 		if !errors.Is(err, syscall.EWOULDBLOCK) {
 			return nil, fmt.Errorf("lock %s: %w", name, err)
@@ -106,16 +107,13 @@ func (h Home) tryLock(name string) (*lock, error) {
 	}
 }
 
-func (l *lock) sign(verb string) error {
+// sign says who holds the lock, for messages only: on a full disk it is held by
+// somebody unknown.
+func (l *lock) sign(verb string) {
 	data, err := json.Marshal(Holder{os.Getpid(), verb, time.Now().UTC()})
-	if err != nil {
-		return err
+	if err == nil && l.file.Truncate(0) == nil {
+		_, _ = l.file.WriteAt(data, 0)
 	}
-	if err := l.file.Truncate(0); err != nil {
-		return err
-	}
-	_, err = l.file.WriteAt(data, 0)
-	return err
 }
 
 func (l *lock) release() {

@@ -47,10 +47,11 @@ func (m *Manager) New(ctx context.Context, name string, o NewOptions) (report wi
 		return wire.Report{}, err
 	}
 	mu.rec = m.newRecord(name, newID(), drv, from.place, from.base)
-	if err := m.create(ctx, mu, drv, &from); err != nil {
+	g := m.guest(drv, name, mu.log)
+	if err := m.boot(ctx, mu, drv, g, &from); err != nil {
 		return wire.Report{}, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
 	}
-	report, err = m.bringUp(ctx, mu, drv, from)
+	report, err = m.bringUp(ctx, mu, drv, g, from)
 	if err != nil {
 		m.distrust(ctx, mu, drv, from)
 		return report, m.rollback(ctx, mu, drv, o.KeepOnFailure, err)
@@ -99,8 +100,12 @@ func (m *Manager) prepare(ctx context.Context, mu *mutation, fresh bool) (vm.Dri
 func (m *Manager) newRecord(name, lineage string, drv vm.Driver, place string, base vm.Base) Record {
 	return Record{
 		Name: name, OwnerID: newID(), Lineage: lineage, Driver: drv.Name(), Place: place, Phase: Creating, Created: m.opts.Now().UTC(),
-		BaseImage: m.config.BaseImage, BaseDigest: base.Digest,
+		BaseImage: m.config.BaseImage, BaseDigest: base.Digest, Sizes: m.sizes(),
 	}
+}
+
+func (m *Manager) sizes() Sizes {
+	return Sizes{m.config.CPUs, m.config.MemoryMiB, m.config.OverlayGiB, m.config.StorageGiB}
 }
 
 // ready notes that only rm removes the box from now on.
@@ -152,6 +157,22 @@ func absent(ctx context.Context, drv vm.Driver, name string) error {
 // and its use.
 const portAttempts = 8
 
+// boot makes and starts a machine and puts hb into it. A template from which a
+// machine does not come that far is not taken again.
+func (m *Manager) boot(ctx context.Context, mu *mutation, drv vm.Driver, g guest, from *start) error {
+	err := m.create(ctx, mu, drv, from)
+	if err == nil {
+		err = mu.enter(ctx, "install hb")
+	}
+	if err == nil {
+		err = m.installHB(ctx, g)
+	}
+	if err != nil && (mu.step == "start" || mu.step == "install hb") {
+		m.distrust(ctx, mu, drv, *from)
+	}
+	return err
+}
+
 // create makes and starts a machine, from a template where there is one.
 func (m *Manager) create(ctx context.Context, mu *mutation, drv vm.Driver, from *start) error {
 	mu.prepared = from.template != ""
@@ -181,8 +202,8 @@ func (m *Manager) launch(ctx context.Context, mu *mutation, drv vm.Driver, make 
 		}
 		machine, err := make(ctx, vm.Spec{
 			Name: mu.rec.Name, OwnerID: mu.rec.OwnerID, Workload: workload(mu.rec.OwnerID),
-			CPUs: m.config.CPUs, MemoryMiB: m.config.MemoryMiB,
-			SystemGiB: m.config.OverlayGiB, StorageGiB: m.config.StorageGiB,
+			CPUs: mu.rec.Sizes.CPUs, MemoryMiB: mu.rec.Sizes.MemoryMiB,
+			SystemGiB: mu.rec.Sizes.OverlayGiB, StorageGiB: mu.rec.Sizes.StorageGiB,
 			HostPort: mu.rec.HostPort, GuestPort: wire.DoorPort,
 		})
 		if err == nil {
@@ -247,15 +268,8 @@ func (m *Manager) isThere(ctx context.Context, drv vm.Driver, rec Record) bool {
 	return machine.OwnerID == rec.OwnerID
 }
 
-// bringUp takes a started machine to a healthy box.
-func (m *Manager) bringUp(ctx context.Context, mu *mutation, drv vm.Driver, from start) (wire.Report, error) {
-	g := m.guest(drv, mu.rec.Name, mu.log)
-	if err := mu.enter(ctx, "install hb"); err != nil {
-		return wire.Report{}, err
-	}
-	if err := m.installHB(ctx, g); err != nil {
-		return wire.Report{}, err
-	}
+// bringUp takes a machine with hb to a healthy box.
+func (m *Manager) bringUp(ctx context.Context, mu *mutation, drv vm.Driver, g guest, from start) (wire.Report, error) {
 	if err := m.provision(ctx, mu, g, false); err != nil {
 		return wire.Report{}, err
 	}

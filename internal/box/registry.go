@@ -41,6 +41,7 @@ type Record struct {
 	BaseDigest string     `json:"base_digest"`
 	Isolation  string     `json:"isolation"`
 	Created    time.Time  `json:"created"` // UTC
+	Sizes      Sizes      `json:"sizes,omitzero"`
 	// Lineage is the id that the state carries through save and load, as long
 	// as logins travel with it.
 	Lineage string `json:"lineage,omitempty"`
@@ -54,6 +55,15 @@ type Record struct {
 	Source string `json:"source,omitempty"`
 	// LastArchive is the path of the newest archive that save wrote.
 	LastArchive string `json:"last_archive,omitempty"`
+}
+
+// Sizes are those that a box was made with, as the configuration had them. All
+// are 0 in a record from before they were kept.
+type Sizes struct {
+	CPUs       int `json:"cpus"`
+	MemoryMiB  int `json:"memory_mib"`
+	OverlayGiB int `json:"overlay_gib"`
+	StorageGiB int `json:"storage_gib"` // 0: the driver's own
 }
 
 // sameState reports whether nothing was done to the box between two readings.

@@ -70,28 +70,26 @@ func (t *transcript) Write(p []byte) (int, error) {
 	if t.also != nil {
 		_, _ = t.also.Write(p) // showing it is a courtesy
 	}
-	return t.append(p)
+	t.append(p)
+	return len(p), nil
 }
 
-// append keeps p; past the bound the rest is dropped.
-func (t *transcript) append(p []byte) (int, error) {
+// append keeps p; past the bound the rest is dropped, and what a full disk does
+// not take: evidence is no reason to end what it is of.
+func (t *transcript) append(p []byte) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if room := maxTranscript - t.written; room > 0 {
-		n, err := t.file.Write(p[:min(len(p), room)])
+		n, _ := t.file.Write(p[:min(len(p), room)])
 		t.written += n
-		if err != nil {
-			return n, err
-		}
 		if t.written >= maxTranscript {
 			_, _ = t.file.WriteString("\n[the rest was dropped]\n")
 		}
 	}
-	return len(p), nil
 }
 
 func (t *transcript) line(format string, args ...any) {
-	_, _ = t.append(fmt.Appendf(nil, time.Now().UTC().Format("15:04:05.000 ")+format+"\n", args...))
+	t.append(fmt.Appendf(nil, time.Now().UTC().Format("15:04:05.000 ")+format+"\n", args...))
 }
 
 // close keeps the transcript when keep is set, and returns its path then.

@@ -49,11 +49,14 @@ type templateNote struct {
 	Image  string    `json:"image"`  // BASE_IMAGE
 	Latest bool      `json:"latest"` // some versions were the latest ones
 	Made   time.Time `json:"made"`   // UTC
+	// Retired: no box starts from it any more. It is removed as soon as the
+	// engine has no machine that stands on it.
+	Retired bool `json:"retired,omitempty"`
 }
 
 func (n templateNote) expired(now time.Time) bool {
 	age := now.Sub(n.Made)
-	return n.Latest && (age > templateLife || age < -templateLife)
+	return n.Retired || n.Latest && (age > templateLife || age < -templateLife)
 }
 
 func (h Home) templates() string             { return filepath.Join(h.Cache(), "templates") }
@@ -71,6 +74,24 @@ func (m *Manager) noteOf(id string) (templateNote, error) {
 		return templateNote{}, fmt.Errorf("%s: %w", m.home.templateNote(id), err)
 	}
 	return n, nil
+}
+
+func (m *Manager) writeNote(id string, n templateNote) error {
+	data, err := json.Marshal(n)
+	if err != nil {
+		return err
+	}
+	return atomicfile.Write(m.home.templateNote(id), append(data, '\n'), 0o600)
+}
+
+// retire keeps boxes from starting from a template.
+func (m *Manager) retire(id string) error {
+	note, err := m.noteOf(id)
+	if err != nil || note.Retired {
+		return nil //nolint:nilerr // none starts from it: there is no note that could be read
+	}
+	note.Retired = true
+	return m.writeNote(id, note)
 }
 
 // startFrom chooses what a new machine starts from.
@@ -175,11 +196,10 @@ func (m *Manager) makeTemplate(ctx context.Context, mu *mutation, drv vm.Driver,
 		return err
 	}
 	// The note comes first: without a note nobody would remove the template.
-	data, err := json.Marshal(templateNote{drv.Name(), from.base.Digest, m.config.BaseImage, from.latest, m.opts.Now().UTC()})
+	err := m.writeNote(from.keep, templateNote{
+		Driver: drv.Name(), Base: from.base.Digest, Image: m.config.BaseImage, Latest: from.latest, Made: m.opts.Now().UTC(),
+	})
 	if err != nil {
-		return err
-	}
-	if err := atomicfile.Write(m.home.templateNote(from.keep), append(data, '\n'), 0o600); err != nil {
 		return err
 	}
 	limited, cancel := within(ctx, m.opts.Deadlines.Engine)
@@ -197,8 +217,8 @@ func (m *Manager) forgetTemplate(id string) {
 	_ = os.Remove(m.home.templateNote(id)) // a template that is missing is noticed again
 }
 
-// distrust removes the template that a failed box has made or was made from:
-// the next box shall not fail for the same reason.
+// distrust retires the template that a failed box has made or was made from: the
+// next box shall not fail for the same reason.
 func (m *Manager) distrust(ctx context.Context, mu *mutation, drv vm.Driver, from start) {
 	cacher, ok := power[vm.Cacher](drv)
 	if !ok || ctx.Err() != nil || mu.kept == "" && from.template == "" {
@@ -380,11 +400,11 @@ func (m *Manager) cachedBy(ctx context.Context, drv vm.Driver, cacher vm.Cacher)
 	return all, nil
 }
 
-// evict removes one entry; the note goes first, so that no box starts from
-// what is half gone.
+// evict removes one entry. Before the engine is asked no box starts from it any
+// more, and its note goes last: one that a machine still needs stays known.
 func (m *Manager) evict(ctx context.Context, cacher vm.Cacher, e CacheEntry) error {
 	if e.Template {
-		if err := os.Remove(m.home.templateNote(e.ID)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		if err := m.retire(e.ID); err != nil {
 			return err
 		}
 	}
@@ -393,6 +413,7 @@ func (m *Manager) evict(ctx context.Context, cacher vm.Cacher, e CacheEntry) err
 		err = nil
 	}
 	if err == nil && e.Template {
+		m.forgetTemplate(e.ID)
 		// Whoever holds it makes a template again: twice is no harm.
 		_ = os.Remove(m.home.templateLock(e.ID))
 	}

@@ -4,6 +4,8 @@ package cli_test
 
 import (
 	"crypto/rand"
+	"errors"
+	"io"
 	"os"
 	"path/filepath"
 	"strings"
@@ -71,6 +73,42 @@ func TestSaveOntoAFullDisk(t *testing.T) {
 	}
 	h.must("save", "alpha")
 }
+
+// Whose disk is full makes room by removing a box.
+func TestRemoveOnAFullDisk(t *testing.T) {
+	t.Parallel()
+	h := newHost(t)
+	settings, err := os.ReadFile(filepath.Join(h.home, "box.env"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	disk := filepath.Join(t.TempDir(), "disk")
+	smallDisk(t, disk, "16")
+	if err := os.WriteFile(filepath.Join(disk, "box.env"), settings, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	h.env = append(h.env, "BOX_HOME="+disk)
+	h.must("new", "alpha")
+	full, err := os.Create(filepath.Join(disk, "full"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.Copy(full, zeros{}); !errors.Is(err, syscall.ENOSPC) || full.Close() != nil {
+		t.Fatal(err)
+	}
+	code, _, stderr := h.run("rm", "alpha", "--force")
+	if code != 0 || !strings.Contains(stderr, "no space left on device") {
+		t.Errorf("exit code %d, stderr:\n%s", code, stderr)
+	}
+	if left := h.must("ls", "--all"); strings.Contains(left, "alpha") {
+		t.Errorf("it is still there:\n%s", left)
+	}
+}
+
+// zeros has no end.
+type zeros struct{}
+
+func (zeros) Read(p []byte) (int, error) { clear(p); return len(p), nil }
 
 func TestLoadIntoASmallBox(t *testing.T) {
 	t.Parallel()

@@ -47,6 +47,8 @@ and its exit code is the answer. 255 means that box itself failed.`,
 				return nil
 			case err == nil:
 				return exitError{code}
+			case hungUp(err):
+				return err // as everywhere
 			case len(args) > 1 && !errors.As(context.Cause(cmd.Context()), &sig):
 				a.term.done()
 				a.term.fail(err, hintsOf(err))

@@ -67,7 +67,7 @@ interrupted or unknown. It locks nothing and starts nothing.
 					Name: s.Name, State: s.State, Driver: s.Driver, Isolation: s.Isolation,
 					ExecutorURL: s.ExecutorURL, Note: wire.Printable(s.Note),
 				}
-				if backup, found := backups[s.Name]; found {
+				if backup, found := backups[s.Name]; found && s.State != box.StateForeign {
 					row.LastBackup = &listingBackup{backup.Path, backup.Time, backup.Verified}
 				}
 				list.Boxes = append(list.Boxes, row)

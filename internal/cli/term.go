@@ -33,8 +33,10 @@ type terminal struct {
 	stderr io.Writer
 	live   bool // stderr is a terminal
 
+	undoing sync.Mutex // not mu, which is held as long as a slow reader of stderr wants
+	undo    func()     // what was done to the terminal; nil: nothing
+
 	mu      sync.Mutex
-	undo    func() // what was done to the terminal; nil: nothing
 	step    string
 	started time.Time
 	stop    chan struct{}
@@ -252,16 +254,16 @@ func (t *terminal) hideTyping() (show func(), err error) {
 // restoredBy remembers how the terminal becomes again what it was; the returned
 // function does that.
 func (t *terminal) restoredBy(undo func()) func() {
-	t.mu.Lock()
-	defer t.mu.Unlock()
+	t.undoing.Lock()
+	defer t.undoing.Unlock()
 	t.undo = undo
 	return t.restore
 }
 
 // restore makes the terminal again what it was, once.
 func (t *terminal) restore() {
-	t.mu.Lock()
-	defer t.mu.Unlock()
+	t.undoing.Lock()
+	defer t.undoing.Unlock()
 	if t.undo != nil {
 		t.undo()
 		t.undo = nil

@@ -2,8 +2,10 @@ package cli
 
 import (
 	"context"
+	"io"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/creack/pty"
 	"golang.org/x/sys/unix"
@@ -44,6 +46,29 @@ func TestQuickAnswersAreNotShown(t *testing.T) {
 	if !echoes() {
 		t.Error("what is typed is not shown any more")
 	}
+}
+
+// Nobody reads what is said any more, as in a pager: that keeps nobody from
+// leaving the terminal as it was.
+func TestTheTerminalIsRestoredBesideABlockedWrite(t *testing.T) {
+	t.Parallel()
+	reading, writing := io.Pipe()
+	term := newTerminal(nil, nil, writing)
+	undone := make(chan struct{})
+	undo := term.restoredBy(func() { close(undone) })
+	said := make(chan struct{})
+	go func() { term.say("a line"); close(said) }()
+	if _, err := reading.Read(make([]byte, 1)); err != nil { // the rest is still being written
+		t.Fatal(err)
+	}
+	go undo()
+	select {
+	case <-undone:
+	case <-time.After(time.Minute):
+		t.Error("the terminal stays as it is until somebody reads")
+	}
+	_ = reading.Close()
+	<-said
 }
 
 type writerFunc func([]byte) (int, error)

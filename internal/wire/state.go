@@ -19,6 +19,8 @@ type StateResult struct {
 	Digest  string   `json:"digest"`   // of the state
 	PauseMS int64    `json:"pause_ms"` // how long Executor was held for it
 	Dropped []string `json:"dropped"`  // logins left out, escaped paths
+	// SkippedXattrs counts extended attributes that found no place on the disk.
+	SkippedXattrs int `json:"skipped_xattrs,omitempty"`
 }
 
 // Same reports whether two sides speak of the same state and the same stream.

@@ -97,6 +97,7 @@ func Unpack(ctx context.Context, l layout.Layout, size int64, freshLogins bool, 
 	}
 	return wire.StateResult{
 		Stream: hex.EncodeToString(sum.Sum(nil)), Entries: summary.Entries, Bytes: summary.Bytes, Digest: summary.Digest, Dropped: dropped,
+		SkippedXattrs: extractor.SkippedXattrs(),
 	}, nil
 }
 

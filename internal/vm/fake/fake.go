@@ -181,6 +181,8 @@ func (d *Driver) strike(ctx context.Context, name, what string) error {
 	case what == "hang":
 		<-ctx.Done()
 		return context.Cause(ctx)
+	case what == "in use":
+		return vm.ErrInUse
 	case what == "lie":
 		return errLie
 	case what == "kill":

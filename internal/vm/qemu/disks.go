@@ -260,7 +260,7 @@ func (d *Driver) fromTemplate(ctx context.Context, spec vm.Spec) (vm.Machine, er
 			return err
 		}
 		r.Base = t.Base
-		if r.System, err = t.System.onTop(ctx, dir, systemDrive, spec.SystemGiB); err != nil {
+		if r.System, err = t.System.onTop(ctx, dir, systemDrive, systemGiB(spec)); err != nil {
 			return err
 		}
 		return d.emptyData(ctx, spec, dir, r)

@@ -285,6 +285,10 @@ func (d *Driver) List(ctx context.Context) ([]vm.Machine, error) {
 // defaultStorageGiB is the sparse size of /data's disk.
 const defaultStorageGiB = 64
 
+// systemGiB is the sparse size of a machine's system disk: a base with its tools
+// needs so much.
+func systemGiB(spec vm.Spec) int { return max(8, spec.SystemGiB) }
+
 // Create implements vm.Driver.
 func (d *Driver) Create(ctx context.Context, spec vm.Spec) (vm.Machine, error) {
 	if spec.Template != "" {
@@ -300,7 +304,7 @@ func (d *Driver) Create(ctx context.Context, spec vm.Spec) (vm.Machine, error) {
 	defer release()
 	return d.make(ctx, spec, func(dir string, r *record) error {
 		r.Base, r.System = base, disk{Top: firstSystem}
-		if err := overlay(ctx, dir, baseFile(base, baseDisk), firstSystem, max(8, spec.SystemGiB)); err != nil {
+		if err := overlay(ctx, dir, baseFile(base, baseDisk), firstSystem, systemGiB(spec)); err != nil {
 			return err
 		}
 		return d.emptyData(ctx, spec, dir, r)

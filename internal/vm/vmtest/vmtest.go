@@ -137,7 +137,7 @@ func (s *suite) ctx(t *testing.T) context.Context {
 func (s *suite) spec(t *testing.T, name string) vm.Spec {
 	t.Helper()
 	return vm.Spec{
-		Name: name, OwnerID: randomHex(16), Base: s.Base, CPUs: 1, MemoryMiB: 512, SystemGiB: 8,
+		Name: name, OwnerID: randomHex(16), Base: s.Base, CPUs: 1, MemoryMiB: 512, SystemGiB: 4, // the smallest that box.env takes
 		Workload: []string{"/bin/sh", "-c", "trap 'exit 0' TERM; while :; do sleep 0.1; done"},
 	}
 }
