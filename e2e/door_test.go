@@ -11,6 +11,8 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptrace"
+	"os"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"sync"
@@ -43,7 +45,7 @@ func TestDoor(t *testing.T) {
 			}
 		}
 	})
-	h.within(t, "a stranger on the port", func(t *testing.T) { strangerOnThePort(t, h, name, address) })
+	h.within(t, "a stranger on the port", func(t *testing.T) { strangerOnThePort(t, h, name) })
 }
 
 // bearer adds a token to every request.
@@ -252,13 +254,9 @@ func streams(t *testing.T, address, token string) {
 	}
 }
 
-// strangerOnThePort stops the box and listens where its door was.
-func strangerOnThePort(t *testing.T, h *home, name, address string) {
-	h.must("stop", name)
-	l, err := net.Listen("tcp", address)
-	if err != nil {
-		t.Fatal(err)
-	}
+// strangerOnThePort has another program answer where the box's door should be:
+// it is told nothing. Then it has the box's own port while the box is stopped.
+func strangerOnThePort(t *testing.T, h *home, name string) {
 	var mu sync.Mutex
 	var heard bytes.Buffer
 	server := &http.Server{ReadHeaderTimeout: time.Minute, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -268,11 +266,43 @@ func strangerOnThePort(t *testing.T, h *home, name, address string) {
 		w.Header().Set("Content-Type", "application/json")
 		_, _ = io.WriteString(w, `{"mac":"`+strings.Repeat("0", 64)+`"}`)
 	})}
-	served := make(chan error, 1)
-	go func() { served <- server.Serve(l) }()
-
-	h.wants(3, nil, "doctor", name)
+	served := make(chan error, 2)
+	serve := func(l net.Listener) int {
+		go func() { served <- server.Serve(l) }()
+		return l.Addr().(*net.TCPAddr).Port
+	}
+	elsewhere, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
 	h.setenv("BOX_BROWSER", "/bin/true")
+	path := filepath.Join(h.dir, ".box/boxes", name+".json")
+	record := h.recorded(name)
+	moved := strings.Replace(record, fmt.Sprintf(`"host_port": %d`, h.record(name).HostPort), fmt.Sprintf(`"host_port": %d`, serve(elsewhere)), 1)
+	if err := os.WriteFile(path, []byte(moved), 0o600); err != nil || moved == record {
+		t.Fatal("the record was not changed", err)
+	}
+	h.wants(3, nil, "doctor", name)
+	if r := h.box("open", name); r.code == 0 {
+		t.Errorf("open with a stranger behind the port: %s", r)
+	}
+	if err := os.WriteFile(path, []byte(record), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	mu.Lock()
+	if heard.Len() == 0 {
+		t.Error("nobody has asked the stranger who it is")
+	}
+	for _, s := range h.secrets {
+		if strings.Contains(heard.String(), s.text) {
+			t.Errorf("the stranger was told %s", s.what)
+		}
+	}
+	mu.Unlock()
+
+	h.must("stop", name)
+	serve(h.listen(h.record(name).HostPort))
+	h.wants(3, nil, "doctor", name)
 	r := h.box("open", name)
 	if r.code == 0 || !strings.Contains(r.stderr, "used by another program") {
 		t.Errorf("open with a stranger on the port: %s", r)
@@ -280,18 +310,13 @@ func strangerOnThePort(t *testing.T, h *home, name, address string) {
 	if r := h.box("start", name); r.code == 0 {
 		t.Errorf("start with a stranger on the port: %s", r)
 	}
-	mu.Lock()
-	for _, s := range h.secrets {
-		if strings.Contains(heard.String(), s.text) {
-			t.Errorf("the stranger was told %s", s.what)
-		}
-	}
-	mu.Unlock()
 	if err := server.Close(); err != nil {
 		t.Error(err)
 	}
-	if err := <-served; !errors.Is(err, http.ErrServerClosed) {
-		t.Error(err)
+	for range 2 {
+		if err := <-served; !errors.Is(err, http.ErrServerClosed) {
+			t.Error(err)
+		}
 	}
 	h.must("start", name)
 	healthySoon(t, h, name)

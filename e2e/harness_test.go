@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -474,6 +475,18 @@ func eventually(t *testing.T, patience time.Duration, what string, ok func() err
 		}
 		time.Sleep(200 * time.Millisecond)
 	}
+}
+
+// listen takes a port that a box had: an engine's processes let go of it a moment
+// after their answer.
+func (h *home) listen(port int) net.Listener {
+	h.t.Helper()
+	var l net.Listener
+	eventually(h.t, time.Minute, "a free port", func() (err error) {
+		l, err = net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port))
+		return err
+	})
+	return l
 }
 
 // noTraces fails when the engine or the registry knows anything of the box.

@@ -9,7 +9,6 @@ import (
 	"crypto/sha256"
 	"fmt"
 	"io"
-	"net"
 	"regexp"
 	"slices"
 	"strconv"
@@ -294,10 +293,6 @@ func processesComeBack(t *testing.T, h *home, name string) {
 	healthySoon(t, h, name)
 	one(t, h, name)
 
-	// The guardian is the machine's first process: a signal that it does not
-	// handle does not reach it from inside.
-	h.in(name, "sudo kill -9 1 || true")
-	healthySoon(t, h, name)
 }
 
 func wiringIsRepaired(t *testing.T, h *home, name string) {
@@ -374,10 +369,6 @@ func removeWithAQuestion(t *testing.T, h *home, name string) {
 		t.Fatalf("exit code %d for the right name: %s", code, s.screen.String())
 	}
 	h.noTraces(name)
-	l, err := net.Listen("tcp", "127.0.0.1:"+strconv.Itoa(port))
-	if err != nil {
-		t.Fatalf("the port is still in use: %v", err)
-	}
-	_ = l.Close()
+	_ = h.listen(port).Close()
 	h.wants(4, nil, "rm", name, "--force")
 }

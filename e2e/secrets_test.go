@@ -111,12 +111,17 @@ func (w *watcher) examine(dir, file string, data []byte) {
 	if found == nil {
 		return
 	}
+	comm, err := os.ReadFile(filepath.Join(dir, "comm"))
+	ns, nsErr := os.Readlink(filepath.Join(dir, "ns/pid"))
+	if err != nil || nsErr != nil {
+		return // it has ended: whose it was cannot be told
+	}
 	seen, whose := w.onHost, "the host's"
-	if ns, err := os.Readlink(filepath.Join(dir, "ns/pid")); err == nil && ns != w.self {
+	if ns != w.self {
 		seen, whose = w.inBoxes, "the box's"
 	}
 	for _, text := range found {
-		seen[text] = whose + " process " + name(dir) + " (" + file + ")"
+		seen[text] = whose + " process " + strings.TrimSpace(string(comm)) + " (" + file + ")"
 	}
 }
 
@@ -132,11 +137,6 @@ func (w *watcher) mayHave(dir, file string) bool {
 func stays(dir, file string, text []byte) bool {
 	data, err := os.ReadFile(filepath.Join(dir, file))
 	return err == nil && bytes.Contains(data, text)
-}
-
-func name(dir string) string {
-	comm, _ := os.ReadFile(filepath.Join(dir, "comm"))
-	return strings.TrimSpace(string(comm))
 }
 
 // where tells where a text was seen, if it was.

@@ -7,12 +7,10 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -169,11 +167,7 @@ func (s *smol) remove(t *testing.T, name string) {
 	port := s.record(name).HostPort
 	s.must("rm", name, "--force")
 	s.gone(t, name)
-	l, err := net.Listen("tcp", "127.0.0.1:"+strconv.Itoa(port))
-	if err != nil {
-		t.Fatalf("the port is still in use: %v", err)
-	}
-	_ = l.Close()
+	_ = s.listen(port).Close()
 }
 
 // gone fails when smolvm, the driver or the registry knows anything of the box.

@@ -27,7 +27,6 @@ import (
 	"github.com/creack/pty"
 
 	"hermes-box-lite/internal/cli/clitest"
-	"hermes-box-lite/internal/vm/fake"
 )
 
 // host is one user's home with an engine of its own; its box commands are
@@ -578,18 +577,4 @@ func TestBrowserKeepsRunningWithoutTheLock(t *testing.T) {
 		}
 	}
 	h.must("stop", "alpha")
-}
-
-func TestEndedMachinesLeaveNothing(t *testing.T) {
-	t.Parallel()
-	h := newHost(t)
-	h.must("new", "alpha")
-	root := fake.New(h.engine, "").Root("alpha")
-	h.must("rm", "alpha", "--force")
-	environs, _ := filepath.Glob("/proc/[0-9]*/environ")
-	for _, path := range environs {
-		if data, err := os.ReadFile(path); err == nil && bytes.Contains(data, []byte("HB_ROOT="+root+"\x00")) {
-			t.Errorf("%s still runs in the removed box", filepath.Dir(path))
-		}
-	}
 }

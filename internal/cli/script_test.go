@@ -414,9 +414,9 @@ func cmdExit(ts *testscript.TestScript, neg bool, args []string) {
 	}
 }
 
-// eventually CMD...: the command succeeds within half a minute.
+// eventually CMD...: the command succeeds in time.
 func cmdEventually(ts *testscript.TestScript, neg bool, args []string) {
-	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+	for deadline := time.Now().Add(patience); ; time.Sleep(20 * time.Millisecond) {
 		if err := ts.Exec(args[0], args[1:]...); (err == nil) != neg {
 			return
 		}

@@ -29,12 +29,12 @@ func (s *stalling) Write(p []byte) (int, error) {
 // The last bytes of a process arrive, however long their writer takes for them.
 func TestSlowWriter(t *testing.T) {
 	t.Parallel()
-	const size, patience = 200 << 10, 20 * time.Millisecond
+	const size, patience = 200 << 10, time.Second
 	until := make(chan struct{})
 	to := &stalling{until: until}
 	ended := make(chan struct{})
 	go func() {
-		time.Sleep(20 * patience) // longer than the process is waited for
+		time.Sleep(2 * patience) // longer than the process is waited for
 		close(until)
 		<-ended
 	}()
@@ -49,7 +49,7 @@ func TestSlowWriter(t *testing.T) {
 // gave up.
 func TestLeftBehind(t *testing.T) {
 	t.Parallel()
-	const patience = 20 * time.Millisecond
+	const patience = time.Second
 	// A child has the output open until somebody opens the FIFO, after this.
 	fifo := filepath.Join(t.TempDir(), "fifo")
 	if err := syscall.Mkfifo(fifo, 0o600); err != nil {

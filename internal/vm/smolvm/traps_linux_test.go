@@ -602,6 +602,7 @@ func TestStdinStaysBlocking(t *testing.T) {
 // TestFirstStart: it unpacks an image, takes long, and tells what it does.
 func TestFirstStart(t *testing.T) {
 	r := newRig(t, "none")
+	spec := r.create(t, "first")
 	var mu sync.Mutex
 	var notes []string
 	r.Driver = New(Options{
@@ -613,7 +614,9 @@ func TestFirstStart(t *testing.T) {
 		},
 	})
 	r.world.Set(t, "start-takes", "3s")
-	r.up(t, "first")
+	if err := r.Start(ctx(t), spec.Name); err != nil {
+		t.Fatal(err)
+	}
 	if told := strings.Join(notes, "\n"); !strings.Contains(told, "Pulling") {
 		t.Errorf("it told %q", told)
 	}
