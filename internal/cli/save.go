@@ -115,9 +115,9 @@ func findingText(kind string) string {
 	case "mode":
 		return "special mode bits were dropped"
 	case "owner":
-		return "its owner is neither agent nor root: mapped"
+		return "its owner or group does not travel: mapped"
 	case "xattr":
-		return "an extended attribute could not be read"
+		return "an extended attribute does not travel or could not be read"
 	case "changed":
 		return "changed while it was read"
 	case "database":
