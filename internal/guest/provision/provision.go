@@ -89,8 +89,10 @@ func Run(ctx context.Context, l layout.Layout, req wire.ProvisionRequest, emit *
 		r.settled = true
 	}
 	if req.Prepared {
-		// A copy that does not know what is in it is looked at like any other.
+		// A copy that does not know what is in it is looked at like any other,
+		// and so is one of a box that was made by other settings.
 		r.versions, r.prepared = readVerified(l)
+		r.prepared = r.prepared && lists(r.versions, managedTools(r.settings()))
 	}
 	for _, s := range steps() {
 		if err := r.perform(ctx, s); err != nil {

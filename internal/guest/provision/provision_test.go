@@ -622,6 +622,32 @@ func TestRunNamesWhatIsMissing(t *testing.T) {
 	}
 }
 
+// A clone has the tools of its source's settings; today's may ask for more.
+func TestPreparedByOtherSettings(t *testing.T) {
+	l := fakeBox(t, "claude", "codex", "executor", "node", "npm", "hermes")
+	prepared := func(hermes bool) bool {
+		t.Helper()
+		req := goodRequest()
+		req.Prepared, req.Hermes = true, hermes
+		out, err := events(t, l, req)
+		if err != nil {
+			t.Fatalf("%v\n%s", err, out)
+		}
+		return strings.Contains(out, "already verified")
+	}
+	for _, tt := range []struct{ hermes, want bool }{
+		{false, false}, // nothing was verified yet
+		{false, true},
+		{true, false},
+		{true, true},
+		{false, true}, // more than it needs
+	} {
+		if got := prepared(tt.hermes); got != tt.want {
+			t.Errorf("hermes %v: taken for verified: %v", tt.hermes, got)
+		}
+	}
+}
+
 func TestChecksUnprovisioned(t *testing.T) {
 	if got := Checks(context.Background(), fakeBox(t), nil); len(got) != 1 || got[0].Status != wire.Fail {
 		t.Errorf("%+v", got)

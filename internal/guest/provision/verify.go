@@ -380,6 +380,13 @@ func readVerified(l layout.Layout) (wire.RuntimeManifest, bool) {
 	return m, true
 }
 
+// lists reports whether m knows every one of the tools.
+func lists(m wire.RuntimeManifest, tools []tool) bool {
+	return !slices.ContainsFunc(tools, func(t tool) bool {
+		return !slices.ContainsFunc(m.Tools, func(v wire.ToolVersion) bool { return v.Name == t.name })
+	})
+}
+
 // Started reports whether a tool has just been started in the service
 // environment, by the same name, and has proven that it works.
 type Started func(ctx context.Context, tool string) bool
