@@ -56,6 +56,9 @@ func (a *app) stateChecks(ctx context.Context, repair string) []wire.Check {
 	case len(agentSees.NotWritable) > 0:
 		writable.Status, writable.Summary = wire.Fail, "the agent cannot write its home"
 		writable.Evidence, writable.Fix = strings.Join(agentSees.NotWritable, ", "), repair
+	case agentSees.Elsewhere != "": // a user's own arrangement, which nobody mends
+		writable.Status, writable.Summary = wire.Info, "the workspace is no directory that the agent can write"
+		writable.Evidence = agentSees.Elsewhere
 	}
 	checks = append(checks, writable, a.ownerCheck(repair))
 
@@ -137,6 +140,9 @@ func (a *app) ownerCheck(repair string) wire.Check {
 			}
 			continue
 		}
+		if path == a.layout.Workspace() && !info.IsDir() {
+			continue // it matters where a link leads, not whose it is
+		}
 		if st, ok := info.Sys().(*syscall.Stat_t); ok && st.Uid != uid {
 			wrong = append(wrong, fmt.Sprintf("%s belongs to uid %d", path, st.Uid))
 		}
@@ -194,6 +200,7 @@ type looseFile struct {
 
 type homeReport struct {
 	NotWritable  []string    `json:"not_writable"`
+	Elsewhere    string      `json:"elsewhere,omitempty"` // the workspace, if it is no directory, and why it cannot be written
 	LooseSecrets []looseFile `json:"loose_secrets"`
 	Closed       []string    `json:"closed,omitempty"`
 }
@@ -205,7 +212,14 @@ func (a *app) checkHomeCommand() *cobra.Command {
 		var r homeReport
 		for _, dir := range []string{a.layout.Home(), a.layout.Workspace()} {
 			const writeAndEnter = 2 | 1 // W_OK|X_OK: access(2) writes nothing
-			if err := syscall.Access(dir, writeAndEnter); err != nil && (dir == a.layout.Home() || !errors.Is(err, fs.ErrNotExist)) {
+			err := syscall.Access(dir, writeAndEnter)
+			info, statErr := os.Lstat(dir)
+			switch {
+			case err == nil:
+			case dir == a.layout.Workspace() && errors.Is(err, fs.ErrNotExist):
+			case dir == a.layout.Workspace() && statErr == nil && !info.IsDir():
+				r.Elsewhere = dir + ": " + err.Error()
+			default:
 				r.NotWritable = append(r.NotWritable, dir+": "+err.Error())
 			}
 		}

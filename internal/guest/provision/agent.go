@@ -56,6 +56,13 @@ func agent(ctx context.Context, r *run) error {
 			did++
 		}
 	}
+	changed, err := reclaim(r.l.Workspace(), uid, gid)
+	if err != nil {
+		return fmt.Errorf("the agent's workspace: %w", err)
+	}
+	if changed {
+		did++
+	}
 	// What is inside the home is the agent's: made by the agent, so that
 	// whatever links are there lead nowhere that the agent cannot go.
 	out, err := r.quiet(r.l.AgentCommand(ctx, "/bin/sh", "-c", homeScript))
@@ -73,7 +80,8 @@ func agent(ctx context.Context, r *run) error {
 
 const homeScript = `set -eu
 umask 022
-[ -d workspace ] || { mkdir workspace; echo made workspace; }
+# A link that leads nowhere today is the user's own arrangement, too.
+[ -e workspace ] || [ -L workspace ] || { mkdir workspace; echo made workspace; }
 for d in .claude .codex .config .executor; do
 	# Secrets will be in them: a tool that makes them itself may not care.
 	[ -e "$d" ] || [ -L "$d" ] || { mkdir -m 700 "$d"; echo "made $d"; }

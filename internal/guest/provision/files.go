@@ -93,6 +93,37 @@ func directory(path string, mode fs.FileMode, uid, gid int) (changed bool, err e
 	return changed || fixed, err
 }
 
+// reclaim gives a directory in the agent's home back to an agent who does not
+// own it, or may not use it: not what is in it, and not where a link leads.
+func reclaim(path string, uid, gid int) (changed bool, err error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_DIRECTORY|syscall.O_NOFOLLOW, 0)
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTDIR) || errors.Is(err, syscall.ELOOP) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	defer func() { _ = f.Close() }()
+	fi, err := f.Stat()
+	if err != nil {
+		return false, err
+	}
+	if st, ok := fi.Sys().(*syscall.Stat_t); ok && int(st.Uid) != uid && os.Geteuid() == 0 {
+		if err := f.Chown(uid, gid); err != nil {
+			return false, err
+		}
+		changed = true
+	}
+	const owners = 0o700
+	if fi.Mode()&owners != owners {
+		if err := f.Chmod(fi.Mode() | owners); err != nil {
+			return changed, err
+		}
+		changed = true
+	}
+	return changed, nil
+}
+
 // link makes path a symlink to target and reports whether it had to.
 func link(path, target string) (bool, error) {
 	if have, err := os.Readlink(path); err == nil && have == target {

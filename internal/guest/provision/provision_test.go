@@ -622,6 +622,72 @@ func TestRunNamesWhatIsMissing(t *testing.T) {
 	}
 }
 
+// A workspace is mended where it is a directory, and left alone where it is the
+// user's own arrangement: neither keeps the box from being provisioned.
+func TestWorkspaces(t *testing.T) {
+	foreign := func(path string) error {
+		if os.Geteuid() != 0 {
+			return nil // only root can give files away
+		}
+		return os.Lchown(path, 12345, 12345)
+	}
+	uid := func(path string) uint32 {
+		t.Helper()
+		fi, err := os.Lstat(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return fi.Sys().(*syscall.Stat_t).Uid
+	}
+	for _, tt := range []struct {
+		name   string
+		put    func(workspace, elsewhere string) error
+		mended bool
+	}{
+		{"none", func(string, string) error { return nil }, true},
+		{"another's", func(workspace, _ string) error {
+			return errors.Join(os.Mkdir(workspace, 0o755), foreign(workspace))
+		}, true},
+		{"read-only", func(workspace, _ string) error { return os.Mkdir(workspace, 0o500) }, true},
+		{"a link", func(workspace, elsewhere string) error {
+			return errors.Join(os.Symlink(elsewhere, workspace), foreign(elsewhere))
+		}, false},
+		{"a link to nothing", func(workspace, elsewhere string) error { return os.Symlink(elsewhere+"/none", workspace) }, false},
+		{"a file", func(workspace, _ string) error { return os.WriteFile(workspace, nil, 0o600) }, false},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			l := fakeBox(t, "claude", "codex", "executor", "node", "npm")
+			elsewhere := t.TempDir()
+			if err := errors.Join(os.MkdirAll(l.Home(), 0o700), tt.put(l.Workspace(), elsewhere)); err != nil {
+				t.Fatal(err)
+			}
+			inside := filepath.Join(l.Workspace(), "inside")
+			if tt.name == "another's" {
+				if err := errors.Join(os.WriteFile(inside, nil, 0o600), foreign(inside)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			was := uid(elsewhere)
+			if out, err := events(t, l, goodRequest()); err != nil {
+				t.Fatalf("%v\n%s", err, out)
+			}
+			if got := uid(elsewhere); got != was {
+				t.Errorf("where the link leads belongs to %d instead of %d", got, was)
+			}
+			fi, err := os.Lstat(l.Workspace())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if fi.IsDir() != tt.mended || tt.mended && (int(uid(l.Workspace())) != os.Geteuid() || fi.Mode()&0o700 != 0o700) {
+				t.Errorf("%v, of %d", fi.Mode(), uid(l.Workspace()))
+			}
+			if tt.name == "another's" && os.Geteuid() == 0 && uid(inside) != 12345 {
+				t.Error("what is in the workspace was given away")
+			}
+		})
+	}
+}
+
 // A clone has the tools of its source's settings; today's may ask for more.
 func TestPreparedByOtherSettings(t *testing.T) {
 	l := fakeBox(t, "claude", "codex", "executor", "node", "npm", "hermes")
