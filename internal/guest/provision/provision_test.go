@@ -467,8 +467,36 @@ func TestProbe(t *testing.T) {
 	if none["good"].trouble() == "" {
 		t.Error("took a stranger's answer")
 	}
-	if f := parseProbe("hb0123|good|alias good='x'|0|1\n", nonce, tools[:1])["good"]; !strings.Contains(f.trouble(), "alias") {
-		t.Errorf("alias: %+v", f)
+}
+
+// A name that the user's shell takes for itself is nothing that a repair mends.
+func TestShadowedTool(t *testing.T) {
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "claude"), []byte("#!/bin/sh\necho 1.2.3\n"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	tools := []tool{{"claude", "--version"}}
+	const want = "bash -lc 'type claude' # shows it; remove it from ~/.profile, or from what that reads"
+	for _, profile := range []string{"shopt -s expand_aliases; alias claude='claude --x | tee |0| log'\n", "claude() { :; }\n"} {
+		for _, run := range []bool{false, true} {
+			cmd := exec.Command("/bin/bash", "-c", profile+probeScript("n", tools, run))
+			cmd.Env = []string{"PATH=" + dir + ":/usr/bin:/bin"}
+			out, err := cmd.Output()
+			if err != nil {
+				t.Fatal(err)
+			}
+			s := survey{tools: tools, envs: []string{"service", "login"}, found: map[string]map[string]finding{
+				"service": {"claude": {path: dir + "/claude"}}, "login": parseProbe(string(out), "n", tools),
+			}}
+			c := s.checks("box repair alpha")[0]
+			if c.Status != wire.Fail || !strings.Contains(c.Evidence, "login: is an alias or a function") || c.Fix != want {
+				t.Errorf("%q: %+v", profile, c)
+			}
+			var hint interface{ Hint() string }
+			if err := s.fault(); !errors.As(err, &hint) || hint.Hint() != want {
+				t.Errorf("%q: a repair says %v", profile, err)
+			}
+		}
 	}
 }
 

@@ -1,6 +1,7 @@
 package provision
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -93,6 +94,7 @@ type finding struct {
 	exit    int
 	version string // first line of what it printed; "" when it was not run
 	err     string // why nothing is known
+	fix     string // what helps, when it is not a repair
 }
 
 // probeScript asks for all tools in one shell. Every line that counts carries
@@ -101,6 +103,8 @@ func probeScript(nonce string, tools []tool, run bool) string {
 	var b strings.Builder
 	// What a tool writes on its first start is the agent's state: private.
 	b.WriteString("umask 077\nprobe() {\n\tp=$(command -v \"$1\") || { echo \"" + nonce + "|$1||127|\"; return; }\n")
+	// The text of an alias may have any form.
+	b.WriteString("\tcase $p in /*) ;; *) echo \"" + nonce + "|$1|-|127|\"; return;; esac\n")
 	if run {
 		// Executor takes 17 s for its version in an emulated machine, and took
 		// over a minute while its host was busy.
@@ -134,7 +138,10 @@ func parseProbe(out, nonce string, tools []tool) map[string]finding {
 		if f[1] != "" && !filepath.IsAbs(f[1]) {
 			// An alias or a function of the user's shell: it is found there,
 			// but it is not the program that was asked for.
-			found[f[0]] = finding{exit: 127, err: "is an alias or a function there"}
+			found[f[0]] = finding{
+				exit: 127, err: "is an alias or a function there",
+				fix: "bash -lc 'type " + f[0] + "' # shows it; remove it from ~/.profile, or from what that reads",
+			}
 			continue
 		}
 		found[f[0]] = finding{path: f[1], exit: exit, version: wire.Printable(strings.TrimSpace(f[3]))}
@@ -280,15 +287,20 @@ func (s survey) checks(fix string) []wire.Check {
 	for _, t := range s.tools {
 		c := wire.Check{ID: "tool." + t.name, Status: wire.Pass}
 		reference := s.found[s.envs[0]][t.name]
+		helps := fix
 		var bad []string
 		for _, env := range s.envs {
-			if why := s.found[env][t.name].trouble(); why != "" {
+			f := s.found[env][t.name]
+			if why := f.trouble(); why != "" {
 				bad = append(bad, env+": "+why)
+			}
+			if f.fix != "" {
+				helps = f.fix
 			}
 		}
 		version := displayVersion(reference.version)
 		if len(bad) > 0 {
-			c.Status, c.Fix = wire.Fail, fix
+			c.Status, c.Fix = wire.Fail, helps
 			c.Summary = t.name + " is missing or broken in: " + strings.Join(failedEnvs(bad), ", ")
 			c.Evidence = strings.Join(bad, "; ")
 			if version != "" {
@@ -342,18 +354,29 @@ func verify(ctx context.Context, r *run) error {
 	if err := ctx.Err(); err != nil {
 		return err
 	}
-	var bad []string
-	for _, c := range s.checks("") {
-		if c.Status != wire.Pass {
-			bad = append(bad, strings.TrimPrefix(c.ID, "tool.")+" ("+c.Evidence+")")
-		}
-	}
-	if len(bad) > 0 {
-		return errors.New("missing or broken: " + strings.Join(bad, ", "))
+	if err := s.fault(); err != nil {
+		return err
 	}
 	r.versions = s.manifest()
 	r.note("all there: %d tools, in %s", len(s.tools), strings.Join(s.envs, ", "))
 	return writeVerified(r.l, r.versions)
+}
+
+// fault says which tools are missing or broken, and what helps if anything
+// does but a repair; nil means none.
+func (s survey) fault() error {
+	var bad []string
+	helps := ""
+	for _, c := range s.checks("") {
+		if c.Status != wire.Pass {
+			bad = append(bad, strings.TrimPrefix(c.ID, "tool.")+" ("+c.Evidence+")")
+			helps = cmp.Or(helps, c.Fix)
+		}
+	}
+	if len(bad) == 0 {
+		return nil
+	}
+	return &hintedError{errors.New("missing or broken: " + strings.Join(bad, ", ")), helps}
 }
 
 // verifiedPath is a file of the system that says which tools were verified in
