@@ -95,6 +95,28 @@ func (r *run) command(ctx context.Context, name string, args ...string) *exec.Cm
 	return cmd
 }
 
+// patience is how long a program may go on that was told to end.
+const patience = 10 * time.Second
+
+// gently has cmd, as command has prepared it, told by sig when its context
+// ends, it alone, so that it can bring to an end what would be left half done;
+// its whole group is killed when it takes too long for that. The caller runs
+// cmd and then calls done.
+func gently(cmd *exec.Cmd, sig syscall.Signal) (done func()) {
+	kill := cmd.Cancel
+	var late *time.Timer
+	cmd.Cancel = func() error {
+		late = time.AfterFunc(patience, func() { _ = kill() })
+		return cmd.Process.Signal(sig)
+	}
+	cmd.WaitDelay += patience
+	return func() {
+		if late != nil {
+			late.Stop()
+		}
+	}
+}
+
 // quiet runs cmd, keeps its standard output and returns it.
 func (r *run) quiet(cmd *exec.Cmd) (string, error) {
 	out := &limited{max: maxOutput}

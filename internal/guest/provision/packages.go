@@ -10,7 +10,6 @@ import (
 	"slices"
 	"strings"
 	"syscall"
-	"time"
 )
 
 // systemPackages are what a box needs of its distribution.
@@ -145,9 +144,6 @@ func (r *run) finishInterrupted(ctx context.Context) error {
 	return nil
 }
 
-// aptPatience is how long apt-get may go on after it was interrupted.
-const aptPatience = 10 * time.Second
-
 func (r *run) apt(ctx context.Context, args ...string) error {
 	options := []string{
 		"-q", "-y",
@@ -166,18 +162,8 @@ func (r *run) apt(ctx context.Context, args ...string) error {
 	cmd := r.command(ctx, "apt-get", append(options, args...)...)
 	// Interrupted alone, apt-get lets dpkg come to its end and then stops
 	// (tried with apt 2.6); a dpkg that is killed leaves packages half done.
-	kill := cmd.Cancel
-	var late *time.Timer
-	cmd.Cancel = func() error {
-		late = time.AfterFunc(aptPatience, func() { _ = kill() })
-		return cmd.Process.Signal(syscall.SIGINT)
-	}
-	cmd.WaitDelay += aptPatience
-	err := r.loud(cmd)
-	if late != nil {
-		late.Stop()
-	}
-	return err
+	defer gently(cmd, syscall.SIGINT)()
+	return r.loud(cmd)
 }
 
 // aptInstall installs or upgrades packages and leaves neither lists nor

@@ -16,8 +16,8 @@ import (
 	"hermes-box-lite/internal/wire"
 )
 
-// aptBox is a directory with programs that behave like dpkg and apt-get and
-// write down how they were called.
+// aptBox is a directory with programs that behave like dpkg, apt-get and npm
+// and write down how they were called.
 type aptBox struct {
 	t   *testing.T
 	dir string
@@ -28,10 +28,13 @@ func newAptBox(t *testing.T, programs map[string]string) *aptBox {
 	t.Helper()
 	b := &aptBox{t, t.TempDir(), nil}
 	b.r = &run{l: layout.At(b.dir), req: goodRequest(), emit: wire.NewEmitter(io.Discard), log: io.Discard, settled: true}
-	for _, dir := range []string{"bin", "var/lib/dpkg/updates"} {
+	for _, dir := range []string{"bin", "usr/local", "data/home/agent", "var/lib/dpkg/updates"} {
 		if err := os.MkdirAll(filepath.Join(b.dir, dir), 0o755); err != nil {
 			t.Fatal(err)
 		}
+	}
+	if err := os.Symlink("../../bin", filepath.Join(b.dir, "usr/local/bin")); err != nil {
+		t.Fatal(err)
 	}
 	b.put("trace", "")
 	b.put("status", "installed bash\n")
@@ -134,50 +137,107 @@ type writerFunc func([]byte)
 
 func (f writerFunc) Write(p []byte) (int, error) { f(p); return len(p), nil }
 
-// An apt-get that is cancelled may let dpkg finish; dpkg itself is not told.
-func TestCancelledAptLetsDpkgFinish(t *testing.T) {
-	b := newAptBox(t, map[string]string{
-		"apt-get": `trap 'echo interrupted' INT
-bin/dpkg & child=$!
-echo up
-until wait $child; do :; done`,
-		"dpkg": `read -r _ <go; echo dpkg finished >>trace`,
-	})
-	ctx, cancel := context.WithCancel(t.Context())
-	defer cancel()
-	said := make(chan string, 10)
-	b.r.log = writerFunc(func(p []byte) { said <- string(p) })
-	if err := syscall.Mkfifo(filepath.Join(b.dir, "go"), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	fifo, err := os.OpenFile(filepath.Join(b.dir, "go"), os.O_RDWR, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = fifo.Close() }()
-	done := make(chan error, 1)
-	go func() { done <- b.r.apt(ctx, "install") }()
-	hear := func(want string) {
-		t.Helper()
-		select {
-		case got := <-said:
-			if !strings.Contains(got, want) {
-				t.Fatalf("%q, want %q", got, want)
+// An apt-get that is cancelled may let dpkg finish, and npm put back what it has
+// moved; what they have begun for it is not told.
+func TestCancelledInstallersFinish(t *testing.T) {
+	const script = `trap 'echo told >&2' %s
+bin/step & child=$!
+echo up >&2
+until wait $child; do :; done`
+	for _, tt := range []struct {
+		program, signal string
+		run             func(context.Context, *run) error
+	}{
+		{"apt-get", "INT", func(ctx context.Context, r *run) error { return r.apt(ctx, "install") }},
+		{"npm", "TERM", func(ctx context.Context, r *run) error {
+			_, err := r.npm(ctx, r.l.Home(), "install")
+			return err
+		}},
+	} {
+		t.Run(tt.program, func(t *testing.T) {
+			b := newAptBox(t, map[string]string{
+				tt.program: strings.Replace(script, "%s", tt.signal, 1),
+				"step":     `read -r _ <go; echo finished >>trace`,
+			})
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			said := make(chan string, 10)
+			b.r.log = writerFunc(func(p []byte) { said <- string(p) })
+			if err := syscall.Mkfifo(filepath.Join(b.dir, "go"), 0o600); err != nil {
+				t.Fatal(err)
 			}
-		case err := <-done:
-			t.Fatalf("ended without %q: %v", want, err)
+			fifo, err := os.OpenFile(filepath.Join(b.dir, "go"), os.O_RDWR, 0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer func() { _ = fifo.Close() }()
+			done := make(chan error, 1)
+			go func() { done <- tt.run(ctx, b.r) }()
+			hear := func(want string) {
+				t.Helper()
+				select {
+				case got := <-said:
+					if !strings.Contains(got, want) {
+						t.Fatalf("%q, want %q", got, want)
+					}
+				case err := <-done:
+					t.Fatalf("ended without %q: %v", want, err)
+				}
+			}
+			hear("up")
+			cancel()
+			hear("told")
+			if _, err := fifo.WriteString("\n"); err != nil {
+				t.Fatal(err)
+			}
+			if err := <-done; err == nil {
+				t.Error("no error")
+			}
+			if diff := cmp.Diff([]string{"finished"}, b.trace()); diff != "" {
+				t.Error(diff)
+			}
+		})
+	}
+}
+
+// npmScript moves the old package aside as npm 10 does, and fails as it does
+// where the place is taken.
+const npmScript = `d=opt/hermes-box/npm/lib/node_modules/@scope
+if ! mv -T $d/executor $d/.executor-Ab1Cd2Ef; then echo "npm error code ENOTEMPTY" >&2; exit 190; fi
+mkdir -p $d/executor opt/hermes-box/npm/bin
+echo '{"version":"1.2.3"}' >$d/executor/package.json
+printf '#!/bin/sh\necho 1.2.3\n' >opt/hermes-box/npm/bin/executor
+chmod +x opt/hermes-box/npm/bin/executor
+rm -r $d/.executor-Ab1Cd2Ef`
+
+func TestKilledNpmIsFinished(t *testing.T) {
+	b := newAptBox(t, map[string]string{"npm": npmScript})
+	scope := filepath.Join(b.r.npmPrefix(), "lib/node_modules/@scope")
+	for _, dir := range []string{scope + "/executor", scope + "/.executor-Ab1Cd2Ef/lib", scope + "/.other-Ab1Cd2Ef", b.dir + "/elsewhere/.executor-x"} {
+		if err := os.MkdirAll(dir, 0o755); err != nil {
+			t.Fatal(err)
 		}
 	}
-	hear("up")
-	cancel()
-	hear("interrupted")
-	if _, err := fifo.WriteString("\n"); err != nil {
+	if err := os.WriteFile(scope+"/executor/package.json", []byte("{"), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	if err := <-done; err == nil {
-		t.Error("no error")
+	if err := os.Symlink(b.dir+"/elsewhere", scope+"/.executor-link"); err != nil {
+		t.Fatal(err)
 	}
-	if diff := cmp.Diff([]string{"dpkg finished"}, b.trace()); diff != "" {
-		t.Error(diff)
+	got, err := b.r.installTool(t.Context(), npmTool{name: "executor", pkg: "@scope/executor"}, scope+"/executor", t.TempDir())
+	if err != nil || got != "1.2.3" {
+		t.Errorf("%q, %v", got, err)
+	}
+	// What is not npm's, or not in its place, is left alone.
+	if err := os.Symlink(b.dir+"/elsewhere", b.dir+"/link"); err != nil {
+		t.Fatal(err)
+	}
+	if err := dropRetired(b.dir + "/link/executor"); err != nil {
+		t.Error(err)
+	}
+	for _, kept := range []string{scope + "/.other-Ab1Cd2Ef", scope + "/.executor-link", b.dir + "/elsewhere/.executor-x"} {
+		if !exists(kept) {
+			t.Errorf("%s is gone", kept)
+		}
 	}
 }

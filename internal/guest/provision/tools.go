@@ -7,9 +7,11 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"syscall"
 )
 
-const npmPrefix = "/opt/hermes-box/npm"
+// npmPrefix is where npm puts the tools.
+func (r *run) npmPrefix() string { return filepath.Join(r.l.Opt(), "npm") }
 
 // npmTool is a tool that comes as an npm package.
 type npmTool struct {
@@ -39,7 +41,7 @@ func (r *run) npmTools() []npmTool {
 func tools(ctx context.Context, r *run) error {
 	var scratch string
 	for _, t := range r.npmTools() {
-		dir := filepath.Join(npmPrefix, "lib/node_modules", t.pkg)
+		dir := filepath.Join(r.npmPrefix(), "lib/node_modules", t.pkg)
 		have := r.healthyVersion(ctx, t, dir)
 		if have != "" && (t.pin == have || t.pin == "" && !r.req.Refresh) {
 			r.note("already there: %s %s", t.name, have)
@@ -125,8 +127,10 @@ func findVersion(s string) string { return versionWord.FindString(s) }
 func (r *run) npm(ctx context.Context, scratch string, args ...string) (string, error) {
 	var out string
 	err := r.retry(ctx, "npm "+args[0], func(ctx context.Context) error {
-		cmd := r.command(ctx, "/usr/local/bin/npm", args...)
+		cmd := r.command(ctx, r.l.Path("/usr/local/bin/npm"), args...)
 		cmd.Env = r.env(npmEnvironment(scratch)...)
+		// Terminated, npm puts back what it has moved aside.
+		defer gently(cmd, syscall.SIGTERM)()
 		var err error
 		out, err = r.quiet(cmd)
 		return err
@@ -146,13 +150,16 @@ func (r *run) npmLatest(ctx context.Context, scratch, pkg string) (string, error
 }
 
 func (r *run) installTool(ctx context.Context, t npmTool, dir, scratch string) (string, error) {
+	if err := dropRetired(dir); err != nil {
+		return "", err
+	}
 	// "@latest" and not nothing: without it npm silently picks an older
 	// release that suits an older node.
 	wanted := t.pin
 	if wanted == "" {
 		wanted = "latest"
 	}
-	_, err := r.npm(ctx, scratch, "install", "--global", "--prefix", npmPrefix, "--no-audit", "--no-fund",
+	_, err := r.npm(ctx, scratch, "install", "--global", "--prefix", r.npmPrefix(), "--no-audit", "--no-fund",
 		"--loglevel", "error", "--allow-scripts="+t.pkg, t.pkg+"@"+wanted)
 	if err != nil {
 		return "", err
@@ -171,8 +178,8 @@ func (r *run) installTool(ctx context.Context, t npmTool, dir, scratch string) (
 	if freed != "" {
 		r.note("%s: removed %s, built for another C library", t.name, freed)
 	}
-	launcher := "/usr/local/bin/" + t.name
-	if _, err := link(launcher, filepath.Join(npmPrefix, "bin", t.name)); err != nil {
+	launcher := r.l.Path("/usr/local/bin/" + t.name)
+	if _, err := link(launcher, filepath.Join(r.npmPrefix(), "bin", t.name)); err != nil {
 		return "", err
 	}
 	probeErr := r.probeVersion(ctx, t.name, version)
@@ -192,6 +199,29 @@ func (r *run) installTool(ctx context.Context, t npmTool, dir, scratch string) (
 		}
 	}
 	return version, probeErr
+}
+
+// dropRetired removes what a killed npm has left of a package: it moves the old
+// one aside, always to the same name, and where that name is taken npm 10 fails
+// for ever with ENOTEMPTY.
+func dropRetired(dir string) error {
+	parent, base := filepath.Split(dir)
+	parent = filepath.Clean(parent)
+	if real, err := filepath.EvalSymlinks(parent); err != nil || real != parent {
+		return nil // nothing there, or no place of ours
+	}
+	entries, err := os.ReadDir(parent)
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		if e.IsDir() && strings.HasPrefix(e.Name(), "."+base+"-") {
+			if err := os.RemoveAll(filepath.Join(parent, e.Name())); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
 
 // dropForeignLibc removes the variants of a tool that are built for musl: every
