@@ -19,7 +19,7 @@ import (
 func claudeConfig(home string) string { return filepath.Join(home, ".claude.json") }
 
 func applyClaude(home string, ep Endpoint) (bool, error) {
-	return editFile(claudeConfig(home), func(old []byte) ([]byte, error) { return spliceClaude(old, ep) })
+	return editFile(claudeConfig(home), pause, func(old []byte) ([]byte, error) { return spliceClaude(old, ep) })
 }
 
 // claudeServer is an entry of mcpServers, as far as we look at it.
@@ -71,9 +71,10 @@ func (s claudeServer) stale(ep Endpoint) bool {
 	return local && u.Path == "/mcp" && (s.URL != ep.URL || s.Headers["Authorization"] != ep.bearer())
 }
 
-// spliceClaude returns the text of ~/.claude.json with our entry in it.
+// spliceClaude returns the text of ~/.claude.json with our entry in it. A file
+// that is there and empty has lost what was the user's, or is about to get it.
 func spliceClaude(old []byte, ep Endpoint) ([]byte, error) {
-	if len(bytes.TrimSpace(old)) == 0 {
+	if old == nil {
 		old = []byte("{}\n")
 	}
 	before, err := decodeJSON(old)
@@ -105,7 +106,9 @@ func decodeJSON(data []byte) (map[string]any, error) {
 	dec := json.NewDecoder(bytes.NewReader(data))
 	dec.UseNumber()
 	var v map[string]any
-	if err := dec.Decode(&v); err != nil {
+	if err := dec.Decode(&v); err == io.EOF {
+		return nil, errors.New("empty")
+	} else if err != nil {
 		return nil, err
 	}
 	if v == nil {

@@ -16,7 +16,7 @@ func codexConfig(home string) string { return filepath.Join(home, ".codex/config
 const codexTable = "mcp_servers"
 
 func applyCodex(home string, ep Endpoint) (bool, error) {
-	return editFile(codexConfig(home), func(old []byte) ([]byte, error) { return spliceCodex(old, ep) })
+	return editFile(codexConfig(home), pause, func(old []byte) ([]byte, error) { return spliceCodex(old, ep) })
 }
 
 // codexOurs are the keys of our entry that we decide: the transport and its

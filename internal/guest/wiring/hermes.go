@@ -25,11 +25,11 @@ const (
 )
 
 func applyHermes(home string, ep Endpoint) (bool, error) {
-	env, err := editFile(hermesEnv(home), func(old []byte) ([]byte, error) { return spliceDotenv(old, ep), nil })
+	env, err := editFile(hermesEnv(home), pause, func(old []byte) ([]byte, error) { return spliceDotenv(old, ep), nil })
 	if err != nil {
 		return env, err
 	}
-	config, err := editFile(hermesConfig(home), func(old []byte) ([]byte, error) { return spliceHermes(old, ep) })
+	config, err := editFile(hermesConfig(home), pause, func(old []byte) ([]byte, error) { return spliceHermes(old, ep) })
 	return env || config, err
 }
 

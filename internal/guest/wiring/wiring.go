@@ -31,6 +31,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
@@ -161,15 +162,20 @@ func ApplyAsAgent(stdin io.Reader, stdout io.Writer, l layout.Layout) error {
 
 func apply(l layout.Layout, ep Endpoint) answer {
 	a := answer{Changed: []string{}, Errors: []string{}}
-	for _, c := range clients() {
-		if !c.installed(l) {
-			continue
+	all := clients()
+	did, errs := make([]bool, len(all)), make([]error, len(all))
+	var wg sync.WaitGroup // each may await a writer
+	for i, c := range all {
+		if c.installed(l) {
+			wg.Go(func() { did[i], errs[i] = c.apply(l.Home(), ep) })
 		}
-		did, err := c.apply(l.Home(), ep)
-		if err != nil {
-			a.Errors = append(a.Errors, c.name+": "+redact(err.Error()))
+	}
+	wg.Wait()
+	for i, c := range all {
+		if errs[i] != nil {
+			a.Errors = append(a.Errors, c.name+": "+redact(errs[i].Error()))
 		}
-		if did {
+		if did[i] {
 			a.Changed = append(a.Changed, c.name)
 		}
 	}
@@ -183,9 +189,16 @@ func (a answer) err() error {
 	return errors.New("wire: " + wire.Printable(strings.Join(a.Errors, "; ")))
 }
 
+// writerPause is longer than a program takes between truncating a file and
+// writing it: what is being written meanwhile is no text to work on.
+const writerPause = 150 * time.Millisecond
+
+func pause() { time.Sleep(writerPause) }
+
 // editFile replaces the content of path by what edit makes of it, unless that
-// is the same. edit gets nil for a missing file.
-func editFile(path string, edit func([]byte) ([]byte, error)) (bool, error) {
+// is the same. edit gets nil for a missing file. await lets a while pass, in
+// which a text that is not whole would change.
+func editFile(path string, await func(), edit func([]byte) ([]byte, error)) (bool, error) {
 	const attempts = 3
 	for i := 1; ; i++ {
 		old, err := readConfig(path)
@@ -193,27 +206,31 @@ func editFile(path string, edit func([]byte) ([]byte, error)) (bool, error) {
 			return false, err
 		}
 		text, mark := bytes.CutPrefix(old, []byte(utf8Mark))
-		fresh, err := edit(text)
-		if err != nil {
-			return false, fmt.Errorf("%s was left as it is: %w", path, err)
-		}
+		fresh, editErr := edit(text)
 		if mark {
 			fresh = append([]byte(utf8Mark), fresh...)
 		}
-		if old != nil && bytes.Equal(old, fresh) {
+		if editErr == nil && old != nil && bytes.Equal(old, fresh) {
 			return tighten(path)
 		}
 		// The tools rewrite their files whenever they like, and have no lock
-		// that we could take: look again just before replacing.
+		// that we could take: look again just before replacing. Nobody is
+		// amid writing a file that is not there.
+		if old != nil {
+			await()
+		}
 		now, err := readConfig(path)
 		if err != nil {
 			return false, err
 		}
-		if !bytes.Equal(now, old) {
+		if (now == nil) != (old == nil) || !bytes.Equal(now, old) {
 			if i < attempts {
 				continue
 			}
 			return false, fmt.Errorf("%s keeps changing", path)
+		}
+		if editErr != nil {
+			return false, fmt.Errorf("%s was left as it is: %w", path, editErr)
 		}
 		if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
 			return false, err

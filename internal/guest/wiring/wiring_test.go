@@ -28,6 +28,8 @@ func splices() map[string]func([]byte, Endpoint) ([]byte, error) {
 	}
 }
 
+func noPause() {}
+
 // TestSplice runs every file of testdata. UPDATE_GOLDEN=1 rewrites the results.
 func TestSplice(t *testing.T) {
 	for tool, splice := range splices() {
@@ -47,7 +49,7 @@ func TestSplice(t *testing.T) {
 					t.Fatal(err)
 				}
 				edit := func(text []byte) ([]byte, error) { return splice(text, testEndpoint()) }
-				changed, err := editFile(path, edit)
+				changed, err := editFile(path, noPause, edit)
 				got, readErr := os.ReadFile(path)
 				if readErr != nil {
 					t.Fatal(readErr)
@@ -83,7 +85,7 @@ func TestSplice(t *testing.T) {
 				if fi, err := os.Stat(path); err != nil || fi.Mode().Perm() != 0o600 {
 					t.Errorf("mode %v, %v", fi.Mode(), err)
 				}
-				if again, err := editFile(path, edit); again || err != nil {
+				if again, err := editFile(path, noPause, edit); again || err != nil {
 					t.Errorf("a second edit: changed %v, %v", again, err)
 				}
 			})
@@ -365,7 +367,7 @@ func TestEditRace(t *testing.T) {
 		t.Fatal(err)
 	}
 	n := 0
-	_, err := editFile(path, func(old []byte) ([]byte, error) {
+	_, err := editFile(path, noPause, func(old []byte) ([]byte, error) {
 		if n++; n == 1 {
 			if err := os.WriteFile(path, []byte(`{"a":2}`), 0o600); err != nil {
 				t.Fatal(err)
@@ -377,12 +379,52 @@ func TestEditRace(t *testing.T) {
 	if err != nil || readErr != nil || !bytes.Contains(got, []byte(`"a":2`)) || !bytes.Contains(got, []byte("executor")) {
 		t.Errorf("%s %v %v", got, err, readErr)
 	}
-	_, err = editFile(path, func(old []byte) ([]byte, error) {
+	_, err = editFile(path, noPause, func(old []byte) ([]byte, error) {
 		n++
 		return append(slices.Clone(old), ' '), os.WriteFile(path, []byte(strings.Repeat(" ", n)), 0o600)
 	})
 	if err == nil || !strings.Contains(err.Error(), "keeps changing") {
 		t.Errorf("error %v", err)
+	}
+}
+
+// TestEditAmidWriting: a program that has truncated its file and not yet written
+// it loses nothing, and is waited for.
+func TestEditAmidWriting(t *testing.T) {
+	const missing = "missing"
+	for _, tt := range []struct {
+		name, half, whole string
+		splice            func([]byte, Endpoint) ([]byte, error)
+	}{
+		{"empty JSON", "", `{"users":"own"}`, spliceClaude},
+		{"cut JSON", `{"users":`, `{"users":"own"}`, spliceClaude},
+		{"new JSON", missing, `{"users":"own"}`, spliceClaude},
+		{"empty TOML", "", "users = \"own\"\n", spliceCodex},
+		{"cut TOML", "other = 1\n", "other = 1\nusers = \"own\"\n", spliceCodex},
+		{"empty YAML", "", "users: own\n", spliceHermes},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			path := filepath.Join(t.TempDir(), "config")
+			write := func(text string) {
+				if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+					t.Error(err)
+				}
+			}
+			if tt.half != missing {
+				write(tt.half)
+			}
+			await := func() { write(tt.whole) }
+			_, err := editFile(path, func() { await(); await = noPause }, func(old []byte) ([]byte, error) {
+				if old == nil { // the program begins only now
+					write("")
+				}
+				return tt.splice(old, testEndpoint())
+			})
+			got, readErr := os.ReadFile(path)
+			if err != nil || readErr != nil || !bytes.Contains(got, []byte("own")) || !bytes.Contains(got, []byte("executor")) {
+				t.Errorf("%q, %v, %v", got, err, readErr)
+			}
+		})
 	}
 }
 
