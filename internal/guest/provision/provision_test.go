@@ -528,6 +528,142 @@ func TestSurveyChecks(t *testing.T) {
 	}
 }
 
+// A shell that gives no answer in time is nothing that a repair mends.
+func TestSlowStartUpFiles(t *testing.T) {
+	l := layout.At(t.TempDir())
+	if err := os.MkdirAll(l.Home(), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	tools := []tool{{"claude", "--version"}}
+	slow := surrounding{
+		name: "login", limit: time.Millisecond, slow: fixWaiting,
+		command: func(string, string, time.Duration) []string { return []string{"/bin/sleep", "600"} },
+	}
+	s := survey{tools: tools, envs: []string{"login"}, found: map[string]map[string]finding{
+		"login": probe(t.Context(), l, slow, tools, false, io.Discard),
+	}}
+	c := s.checks("box repair alpha")[0]
+	if c.Status != wire.Fail || c.Evidence != "login: no answer within 1ms" || c.Fix != fixWaiting {
+		t.Errorf("%+v", c)
+	}
+}
+
+// waitingBox is a box whose ~/.profile waits for input, for which it opens the
+// pipe up; the end of the pipe means that nothing of it is left.
+func waitingBox(t *testing.T) (l layout.Layout, up *os.File) {
+	t.Helper()
+	if _, err := exec.LookPath("tmux"); err != nil {
+		t.Skip("no tmux here")
+	}
+	l = layout.At(t.TempDir())
+	pipe := l.Path("/up")
+	if err := errors.Join(os.MkdirAll(l.Home(), 0o755), syscall.Mkfifo(pipe, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(l.Home(), ".profile"), []byte("exec 3>"+pipe+"\necho \"$TMUX\" >&3\nread answer\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	up, err := os.OpenFile(pipe, os.O_RDONLY|syscall.O_NONBLOCK, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = up.Close() })
+	return l, up
+}
+
+func TestTmuxProbe(t *testing.T) {
+	if _, err := exec.LookPath("tmux"); err != nil {
+		t.Skip("no tmux here")
+	}
+	l := layout.At(t.TempDir())
+	if err := os.MkdirAll(l.Home(), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	profile := "echo noise; echo \"$TMUX\" >" + l.Path("/seen") + "\n"
+	if err := os.WriteFile(filepath.Join(l.Home(), ".profile"), []byte(profile), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	found := probe(t.Context(), l, tmuxSurrounding(), []tool{{"bash", "--version"}, {"none", "-V"}}, true, io.Discard)
+	if f := found["bash"]; f.trouble() != "" || !strings.Contains(f.version, "bash") || found["none"].exit != 127 {
+		t.Errorf("%+v", found)
+	}
+	seen, err := os.ReadFile(l.Path("/seen"))
+	socket, _, inTmux := strings.Cut(string(seen), ",")
+	if err != nil || !inTmux || exists(filepath.Dir(socket)) {
+		t.Errorf("%q, %v", seen, err)
+	}
+}
+
+// A shell that waits for input in its start-up files is not waited for, and
+// leaves no tmux server.
+func TestWaitingProfile(t *testing.T) {
+	l, up := waitingBox(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	found := make(chan map[string]finding, 1)
+	go func() {
+		found <- probe(ctx, l, tmuxSurrounding(), []tool{{"bash", "--version"}}, false, io.Discard)
+	}()
+	dir := waits(t, up)
+	cancel()
+	if f := (<-found)["bash"]; !strings.Contains(f.trouble(), "no answer") {
+		t.Errorf("%+v", f)
+	}
+	ends(t, up)
+	if exists(dir) {
+		t.Errorf("%s is still there", dir)
+	}
+}
+
+// The server ends also when nobody is left who would end it.
+func TestForgottenTmuxServerEnds(t *testing.T) {
+	l, up := waitingBox(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	s := tmuxSurrounding()
+	nonce := filepath.Base(filepath.Dir(t.TempDir())) // no other test's
+	args := s.command("", nonce, 2*time.Second)
+	cmd := l.AgentCommand(ctx, args[0], args[1:]...)
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	waits(t, up)
+	cancel()
+	if err := cmd.Wait(); err == nil {
+		t.Error("the harness was not killed")
+	}
+	ends(t, up)
+}
+
+// waits returns the directory of the tmux server in which a shell waits.
+func waits(t *testing.T, up *os.File) string {
+	t.Helper()
+	deadline := time.Now().Add(time.Minute)
+	if err := up.SetReadDeadline(deadline); err != nil {
+		t.Fatal(err)
+	}
+	for buf := make([]byte, 256); ; {
+		n, err := up.Read(buf)
+		if err == io.EOF && time.Now().Before(deadline) { // no shell yet
+			time.Sleep(10 * time.Millisecond)
+			continue
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		socket, _, _ := strings.Cut(string(buf[:n]), ",")
+		return filepath.Dir(socket)
+	}
+}
+
+// ends returns when the shell has ended.
+func ends(t *testing.T, up *os.File) {
+	t.Helper()
+	if _, err := up.Read(make([]byte, 1)); err != io.EOF {
+		t.Errorf("a shell waits for ever: %v", err)
+	}
+}
+
 func fakeBox(t *testing.T, tools ...string) layout.Layout {
 	t.Helper()
 	l := layout.At(t.TempDir())
@@ -816,7 +952,7 @@ func TestToldVersionsAreNotAskedForAgain(t *testing.T) {
 		}
 	}
 	service := surroundings(l)[0]
-	service.command = func(_ context.Context, _ layout.Layout, script string) []string {
+	service.command = func(script, _ string, _ time.Duration) []string {
 		return []string{"/bin/sh", "-c", "PATH=" + bin + ":$PATH\n" + script}
 	}
 	found := probeOnce(t.Context(), l, service, tools, map[string]string{"one": "1.2.3", "gone": "1.2.3"},

@@ -51,41 +51,61 @@ func requiredTools(l layout.Layout, s layout.Settings) []tool {
 // surrounding is one of the environments in which programs of the agent run.
 type surrounding struct {
 	name string
-	// command runs the probe script, which is its last argument.
-	command func(ctx context.Context, l layout.Layout, script string) (args []string)
+	// command runs the probe script, for limit at most. The nonce is nobody
+	// else's.
+	command func(script, nonce string, limit time.Duration) (args []string)
+	// undo removes what a command leaves that was killed; nil: it leaves nothing.
+	undo func(nonce string) (args []string)
+	// limit is for a probe that runs no tool; slow is what helps when there is
+	// no answer within it.
+	limit time.Duration
+	slow  string
 }
 
-// tmuxHarness runs the probe in a real session of a tmux server of its own.
-// The server would end with its only session, and a probe that is quicker than
-// the next client of the server would leave that one without an answer.
+const fixWaiting = "bash -lxc true # shows where ~/.profile, or what it reads, waits; let it wait in interactive shells only"
+
+// tmuxHarness runs the probe in a real session of a tmux server of its own:
+// below directory $1 the script $2, for at most $3 seconds. The server is beyond
+// the reach of whoever kills the harness. So its first session ends it, which
+// also keeps it: it would end with the probe's, and leave the next client
+// without an answer.
 const tmuxHarness = `set -eu
-dir=$(mktemp -d /tmp/hb-probe.XXXXXX)
-trap 'tmux -S "$dir/s" kill-server 2>/dev/null || :; rm -rf "$dir"' EXIT
-printf '%s' "$1" >"$dir/probe"
-tmux -S "$dir/s" -f /etc/tmux.conf start-server ';' set-option -s exit-empty off ';' new-session -d -x 80 -y 24 "bash -l '$dir/probe' >'$dir/out' 2>/dev/null; tmux -S '$dir/s' wait-for -S done"
-tmux -S "$dir/s" wait-for done
-cat "$dir/out"
+mkdir -m 700 "$1"
+trap 'tmux -S "$1/s" kill-server 2>/dev/null || :; rm -rf "$1"' EXIT
+printf '%s' "$2" >"$1/probe"
+tmux -S "$1/s" -f /etc/tmux.conf new-session -d "sleep $3; trap '' HUP; tmux -S '$1/s' kill-server; rm -rf '$1'" ';' \
+	new-session -d -x 80 -y 24 "bash -l '$1/probe' >'$1/out' 2>/dev/null; tmux -S '$1/s' wait-for -S done"
+tmux -S "$1/s" wait-for done
+cat "$1/out"
 `
 
+func tmuxSurrounding() surrounding {
+	dir := func(nonce string) string { return "/tmp/hb-probe." + nonce }
+	return surrounding{
+		"tmux",
+		func(script, nonce string, limit time.Duration) []string {
+			return []string{"/bin/bash", "-c", tmuxHarness, "probe", dir(nonce), script, strconv.Itoa(int(limit.Seconds()) + 1)}
+		},
+		func(nonce string) []string {
+			return []string{"/bin/sh", "-c", `tmux -S "$1/s" kill-server; rm -rf "$1"`, "undo", dir(nonce)}
+		},
+		lookLimit, fixWaiting,
+	}
+}
+
 func surroundings(l layout.Layout) []surrounding {
-	service := surrounding{"service", func(_ context.Context, _ layout.Layout, script string) []string {
-		return []string{"/bin/sh", "-c", script}
-	}}
+	shell := func(name string, args ...string) surrounding {
+		return surrounding{name: name, limit: lookLimit, command: func(script, _ string, _ time.Duration) []string {
+			return append(slices.Clone(args), script)
+		}}
+	}
+	service := shell("service", "/bin/sh", "-c")
 	if !l.Real() {
 		return []surrounding{service}
 	}
-	return []surrounding{
-		service,
-		{"login", func(_ context.Context, _ layout.Layout, script string) []string {
-			return []string{"/bin/bash", "-l", "-c", script}
-		}},
-		{"non-login", func(_ context.Context, _ layout.Layout, script string) []string {
-			return []string{"/bin/bash", "-c", script}
-		}},
-		{"tmux", func(_ context.Context, _ layout.Layout, script string) []string {
-			return []string{"/bin/bash", "-c", tmuxHarness, "probe", script}
-		}},
-	}
+	login := shell("login", "/bin/bash", "-l", "-c")
+	login.slow = fixWaiting
+	return []surrounding{service, login, shell("non-login", "/bin/bash", "-c"), tmuxSurrounding()}
 }
 
 // finding is what one environment says of one tool.
@@ -154,26 +174,56 @@ func parseProbe(out, nonce string, tools []tool) map[string]finding {
 	return found
 }
 
+// How long a probe may take. One that runs no tool has only the start of a
+// shell to wait for, a second in an emulated machine, unless a start-up file
+// waits for somebody to type something.
+const (
+	lookLimit = 2 * time.Minute
+	runLimit  = 12 * time.Minute
+	undoLimit = 30 * time.Second
+)
+
 // probe asks for tools in one environment.
 func probe(ctx context.Context, l layout.Layout, s surrounding, tools []tool, run bool, log io.Writer) map[string]finding {
+	limit := s.limit
+	if run {
+		limit = runLimit
+	}
+	within, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
 	var raw [8]byte
 	_, _ = rand.Read(raw[:]) // never fails, by its documentation
 	nonce := "hb" + hex.EncodeToString(raw[:])
-	args := s.command(ctx, l, probeScript(nonce, tools, run))
-	cmd := l.AgentCommand(ctx, args[0], args[1:]...)
+	args := s.command(probeScript(nonce, tools, run), nonce, limit)
+	cmd := l.AgentCommand(within, args[0], args[1:]...)
 	out := &limited{max: 256 << 10}
 	cmd.Stdout, cmd.Stderr = out, log
 	err := cmd.Run()
+	if err != nil && s.undo != nil {
+		undo(ctx, l, s.undo(nonce))
+	}
 	found := parseProbe(out.String(), nonce, tools)
-	if err != nil {
-		for name, f := range found {
-			if f.exit < 0 {
-				f.err = "no answer: " + err.Error()
-				found[name] = f
-			}
+	if err == nil {
+		return found
+	}
+	for name, f := range found {
+		if f.exit >= 0 {
+			continue
 		}
+		f.err = "no answer: " + err.Error()
+		if !run && ctx.Err() == nil && within.Err() != nil {
+			f.err, f.fix = "no answer within "+limit.String(), s.slow
+		}
+		found[name] = f
 	}
 	return found
+}
+
+// undo runs a command that cleans up, also when ctx has ended.
+func undo(ctx context.Context, l layout.Layout, args []string) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoLimit)
+	defer cancel()
+	_ = l.AgentCommand(ctx, args[0], args[1:]...).Run() // what is not there cannot be ended
 }
 
 // survey is the state of all required tools in all environments.
