@@ -181,6 +181,8 @@ func situations() map[string]string {
 		"guest.supervisorCheck: box stop * && box start *":                                                                    "supervisor",
 		"guest.supervisorCheck: sudo ss -ltnp # end the program that holds the port; the door returns by itself":              "internal/guest/supervise_test.go TestTakenPortIsReported",
 
+		"provision.parseProbe: bash -lc 'type *' # shows it; remove it from ~/.profile, or from what that reads":              provision + "TestShadowedTool",
+		"provision: bash -lxc true # shows where ~/.profile, or what it reads, waits; let it wait in interactive shells only": provision + "TestSlowStartUpFiles",
 		"provision.Checks: box repair NAME":                                                               provision + "TestChecksUnprovisioned",
 		"provision.baseConflict: choose another BASE_IMAGE in box.env":                                    provision + "TestClaim",
 		"provision.explain: check the network; behind a proxy set HTTP_PROXY and HTTPS_PROXY in box.env*": provision + "TestCommandErrors",
