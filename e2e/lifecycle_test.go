@@ -292,7 +292,6 @@ func processesComeBack(t *testing.T, h *home, name string) {
 	})
 	healthySoon(t, h, name)
 	one(t, h, name)
-
 }
 
 func wiringIsRepaired(t *testing.T, h *home, name string) {
