@@ -14,6 +14,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
@@ -70,7 +71,7 @@ func (e signalError) Error() string { return "ended by " + e.sig.String() }
 func Main(p Program) int {
 	secret := takePassphrase()
 	if p.HB == nil {
-		p.HB = func() ([]byte, error) { return hbbin.Binary(runtime.GOARCH) }
+		p.HB = sync.OnceValues(func() ([]byte, error) { return hbbin.Binary(runtime.GOARCH) })
 	}
 	a := &app{Program: p, secret: secret, term: newTerminal(p.Stdin, p.Stdout, p.Stderr)}
 	ctx, cancel := context.WithCancelCause(context.Background())

@@ -212,12 +212,21 @@ func (d *Driver) writeInitramfs(r record) error {
 		return err
 	}
 	var own cpio
+	own.buf.Grow(len(hb) + 64<<10)
 	for _, dir := range []string{"dev", "proc", "sys", "newroot"} {
 		own.dir(dir)
 	}
 	own.file("init", 0o755, hb)
 	own.file(strings.TrimPrefix(wire.SeedPath, "/"), 0o600, seed)
-	return os.WriteFile(filepath.Join(d.dir(r.Name), "initramfs.cpio"), append(modules, own.bytes()...), 0o600)
+	f, err := os.OpenFile(filepath.Join(d.dir(r.Name), "initramfs.cpio"), os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(modules)
+	if err == nil {
+		_, err = f.Write(own.bytes())
+	}
+	return errors.Join(err, f.Close())
 }
 
 func free(port int) bool {
