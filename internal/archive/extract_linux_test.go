@@ -14,19 +14,25 @@ import (
 	"time"
 )
 
-// into extracts an archive into a new directory.
-func into(t *testing.T, archive []byte, o ExtractOptions, prepare func(dir string)) (string, *Extractor) {
+// extractor begins to write into a new directory.
+func extractor(t *testing.T, o ExtractOptions) (string, *Extractor) {
 	t.Helper()
 	dir := t.TempDir()
-	if prepare != nil {
-		prepare(dir)
-	}
 	root, err := os.Open(dir)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer func() { _ = root.Close() }()
-	x := NewExtractor(root, o)
+	t.Cleanup(func() { _ = root.Close() })
+	return dir, NewExtractor(root, o)
+}
+
+// into extracts an archive into a new directory.
+func into(t *testing.T, archive []byte, o ExtractOptions, prepare func(dir string)) (string, *Extractor) {
+	t.Helper()
+	dir, x := extractor(t, o)
+	if prepare != nil {
+		prepare(dir)
+	}
 	if _, err := Read(bytes.NewReader(archive), DefaultLimits(), x); err != nil {
 		t.Fatal(err)
 	}
@@ -57,13 +63,7 @@ func TestDrop(t *testing.T) {
 // counted.
 func TestSkippedXattrs(t *testing.T) {
 	large := map[string]string{"user.large": strings.Repeat("x", 70000)} // Linux takes 64 KiB at most, xattr(7)
-	out := t.TempDir()
-	root, err := os.Open(out)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = root.Close() }()
-	x := NewExtractor(root, ExtractOptions{})
+	out, x := extractor(t, ExtractOptions{})
 	if err := errors.Join(
 		x.Dir(Entry{Name: "d", Type: Dir, Mode: 0o755, Xattrs: large}),
 		x.File(Entry{Name: "d/f", Type: File, Mode: 0o644, Xattrs: large, Size: 7}, strings.NewReader("content")),
@@ -200,13 +200,7 @@ func TestPartial(t *testing.T) {
 	b := begin(t)
 	b.good(node{Entry{Name: "data/f", Type: File, Mode: 0o777}, strings.Repeat("secret", 100000)})
 	b.end()
-	out := t.TempDir()
-	root, err := os.Open(out)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = root.Close() }()
-	x := NewExtractor(root, ExtractOptions{})
+	out, x := extractor(t, ExtractOptions{})
 	if _, err := Read(bytes.NewReader(b.Bytes()[:100000]), DefaultLimits(), x); !errors.Is(err, ErrUnsafe) {
 		t.Fatal(err)
 	}
